@@ -10,7 +10,6 @@ done here as it is done in training.
 """
 
 import inspect
-import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -274,7 +273,6 @@ def simulate(
 ) -> Simulation:
     """Run a copy of a step, where it is `isolated`; return the most of its runs."""
     mode = nullcontext() if is_real else fake_mode()
-    peaks: list[tuple[int, str]] = []
     # Choices before have left records of calls of the same kinds.
     with CACHES.set_aside():
         made = copied(step, mode, device)
@@ -286,8 +284,9 @@ def simulate(
                 _hook(meter, model.get_submodule(name), name)
         with mode, AddressAnswers(), scales_put_back(), meter:
             before = meter.hold_all(resident(made))
+            meter.begin()
             for _ in range(times):
-                meter.begin()
+                meter.enter("")
                 if is_functional:
                     result, outs = functional_gradients(made), ()
                 else:
@@ -296,10 +295,8 @@ def simulate(
                     backward(outs)
                 del result, outs
                 meter.settle()
-                peaks.append((meter.peak, meter.peak_at))
                 put_back(grads)
-    peak, at = max(peaks, key=operator.itemgetter(0))
-    return Simulation(peak, before, at)
+    return Simulation(meter.peak, before, meter.peak_at)
 
 
 def _hook(meter: Meter, block: nn.Module, name: str) -> None:
@@ -361,21 +358,18 @@ NO_UPDATE = Update()
 
 def updated(step: TrainingStep, result: Any) -> Update:
     """Run the optimizer of a step twice, with what the step still holds."""
-    peaks: list[tuple[int, str]] = []
-    optimizer = made(step)
+    optimizer = _optimizer_of(step)
     meter = UpdateMeter(type(optimizer).__name__)
     with meter, torch.no_grad(), foreach_of_fakes():
         before = meter.hold_all([*resident(step), *tensors_in(result)])
-        meter.hold_all(_parts(optimizer))
+        meter.hold_all(_tensors_held(optimizer))
+        meter.begin()
         for _ in range(2):
-            meter.begin()
             optimizer.step()
-            meter.settle()
-            peaks.append((meter.peak, meter.peak_at))
-    return Update(meter.live - before, *max(peaks, key=lambda each: each[0]))
+    return Update(meter.live - before, meter.peak, meter.peak_at)
 
 
-def made(step: TrainingStep) -> Any:
+def _optimizer_of(step: TrainingStep) -> Any:
     """Return the optimizer of a step: it is there, or is made for the parameters."""
     if isinstance(step.optimizer, Optimizer):
         optimizer = step.optimizer
@@ -403,7 +397,7 @@ def refuse_optimizer(optimizer: Any, step: TrainingStep) -> None:
         raise TypeError(_KIND.format(got=f"{optimizer!r}"))
     if isinstance(optimizer, Optimizer):
         known = {id(t) for t in resident(step)}
-        if not any(id(t) in known for t in _parts(optimizer)):
+        if not any(id(t) in known for t in _tensors_held(optimizer)):
             raise ValueError(_OTHERS.format(kind=type(optimizer).__name__))
 
 
@@ -421,7 +415,7 @@ class UpdateMeter(Meter):
         return super().run(func, args, kwargs)
 
 
-def _parts(optimizer: Any) -> list[Tensor]:
+def _tensors_held(optimizer: Any) -> list[Tensor]:
     """Return the tensors of an optimizer: parameters, options and states."""
     if not isinstance(optimizer, Optimizer):
         return []
