@@ -14,6 +14,7 @@ Rejected: to trust the walk. A user's code may hold what no operation made.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -241,9 +242,7 @@ class Planning:
         units = walker.policies(chosen) if isinstance(walker, UnitWalker) else {}
         self._tell("running the step as planned")
 
-        def following() -> FollowedScope:
-            return FollowedScope(self.label, courses)
-
+        following = partial(FollowedScope, self.label, courses)
         over: Over = "blocks" if self._run_as is None else "functional"
 
         def change(step: TrainingStep) -> TrainingStep:
