@@ -19,9 +19,9 @@ from torch import Tensor
 
 from remat._base.context import here
 from remat._base.errors import MutationError, hide_frames
-from remat._base.tensors import describe, taken_apart
+from remat._base.tensors import describe
 from remat._offload.inputs import away_of
-from remat._offload.offload import Fetched, Origin, in_file, in_host_memory, origin_of
+from remat._offload.offload import Away, Fetched, in_file, in_host_memory
 from remat._reach.reach import Reach
 from remat._torch.autograd import (
     current_task,
@@ -127,7 +127,7 @@ class Offloaded(ReadOnce):
         return self.once(functools.partial(self._all.take, self._k))
 
     def stored(self) -> list[Tensor]:
-        return [self._all.stored[self._k]]
+        return [self._all.aways[self._k].stored]
 
 
 class Offloads:
@@ -136,26 +136,21 @@ class Offloads:
     A backward reads them from the end. While it uses one, the one before is fetched.
     """
 
-    __slots__ = ("_fetched", "_origins", "_wrap", "stored")
+    __slots__ = ("_fetched", "aways")
 
     def __init__(self) -> None:
-        self.stored: list[Tensor] = []
-        self._origins: list[Origin] = []
-        self._wrap: list[Callable[[Tensor], Tensor]] = []
+        self.aways: list[Away] = []
         self._fetched: Fetched | None = None
 
     def put(self, tensor: Tensor, op: "Op", decision: Decision) -> Offloaded:
         """Move a tensor to where a policy wants it."""
-        inner, wrap = taken_apart(tensor)
-        self._wrap.append(wrap)
-        self._origins.append(origin_of(inner))
-        self.stored.append(OFFLOAD[decision](inner))
-        return Offloaded(self, len(self.stored) - 1, op, decision)
+        self.aways.append(Away(tensor, OFFLOAD[decision]))
+        return Offloaded(self, len(self.aways) - 1, op, decision)
 
     def take(self, k: int) -> Tensor:
         if self._fetched is None:
-            self._fetched = Fetched(self.stored[::-1], self._origins[::-1])
-        return self._wrap[k](self._fetched.take(len(self.stored) - 1 - k))
+            self._fetched = Fetched.of(self.aways[::-1])
+        return self.aways[k].wrap(self._fetched.take(len(self.aways) - 1 - k))
 
 
 def store(

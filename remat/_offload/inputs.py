@@ -25,7 +25,7 @@ from remat._base.errors import MutationError
 from remat._base.tensors import taken_apart, version_of
 from remat._base.types import TENSORS
 from remat._base.warned import warn
-from remat._offload.offload import Fetched, Origin, in_file, in_host_memory, origin_of
+from remat._offload.offload import Away, Fetched, in_file, in_host_memory
 from remat._torch.autograd import (
     current_task,
     dual_level_active,
@@ -41,17 +41,6 @@ from remat._torch.modes import undisturbed
 SMALL = 2**12  # bytes: what is smaller stays
 
 
-class _Away:
-    """A tensor that is away."""
-
-    __slots__ = ("__weakref__", "origin", "stored", "wrap")
-
-    def __init__(self, tensor: Tensor, move: Callable[[Tensor], Tensor]) -> None:
-        inner, self.wrap = taken_apart(tensor)
-        self.origin: Origin = origin_of(inner)
-        self.stored = move(inner)
-
-
 class _Here(NamedTuple):
     """A tensor that stays, and how often it had been changed."""
 
@@ -63,7 +52,7 @@ class _Known(threading.local):
     """What is away, by the tensor's memory, and the last call that sent something."""
 
     def __init__(self) -> None:
-        self.aways: dict[Any, tuple[weakref.ref[_Away], Any]] = {}
+        self.aways: dict[Any, tuple[weakref.ref[Away], Any]] = {}
         self.last: Callable[[], InputsAway | None] = lambda: None
 
 
@@ -77,8 +66,8 @@ class InputsAway:
         self.label = label
         self._move = in_file if to_disk else in_host_memory
         self._to_disk = to_disk
-        self._aways: list[_Away] = []
-        self._numbers: dict[_Away, int] = {}
+        self._aways: list[Away] = []
+        self._numbers: dict[Away, int] = {}
         # Of each the user's own, with its version and storage, if it is still there.
         self._users: list[tuple[Any, int | None, Any]] = []
         self._fetched: Fetched | None = None
@@ -108,7 +97,7 @@ class InputsAway:
         if found is None:
             if again:
                 return None
-            found = _Away(tensor.detach(), self._move)
+            found = Away(tensor.detach(), self._move)
             _note(key, found, inner)
         number = self._numbers.setdefault(found, len(self._aways))
         if number == len(self._aways):
@@ -164,13 +153,12 @@ class InputsAway:
         """Begin to bring the inputs back."""
         each = range(len(self._aways))
         if self._fetched is None and any(self._still_there(k) is None for k in each):
-            stored = [away.stored for away in self._aways]
-            self._fetched = Fetched(stored, [away.origin for away in self._aways])
+            self._fetched = Fetched.of(self._aways)
             if current_task() >= 0:
                 when_done(functools.partial(_let_go, weakref.ref(self)))
 
 
-def _note(key: Any, away: _Away, inner: Tensor) -> None:
+def _note(key: Any, away: Away, inner: Tensor) -> None:
     """Note that there is a copy of a tensor."""
     aways, storage = _KNOWN.aways, inner.untyped_storage()
 

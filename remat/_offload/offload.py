@@ -13,15 +13,15 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from remat._base.errors import OffloadError
-from remat._base.tensors import describe_meta
+from remat._base.tensors import describe_meta, taken_apart
 from remat._base.types import TENSORS
 from remat._torch.graphs import wait_for
 from remat._torch.modes import undisturbed
@@ -180,6 +180,20 @@ def _has_data(tensor: Tensor) -> bool:
     return True
 
 
+class Away:
+    """A tensor that is away, a wrapper of one too, and what is needed to give it back.
+
+    `move` is one of the two above.
+    """
+
+    __slots__ = ("__weakref__", "origin", "stored", "wrap")
+
+    def __init__(self, tensor: Tensor, move: Callable[[Tensor], Tensor]) -> None:
+        inner, self.wrap = taken_apart(tensor)
+        self.origin = origin_of(inner)
+        self.stored = move(inner)
+
+
 # --- Back ---
 
 
@@ -202,6 +216,11 @@ class Fetched:
         self._next: tuple[int, _Arriving | None] = -1, None
         with undisturbed():
             self._prefetch(0)
+
+    @classmethod
+    def of(cls, aways: Sequence[Away]) -> Self:
+        """Return what gives tensors back, each without what wraps it."""
+        return cls([away.stored for away in aways], [away.origin for away in aways])
 
     def take(self, k: int) -> Tensor:
         """Return tensor `k`: a new copy each time, if a copy is needed."""

@@ -350,7 +350,7 @@ def _is_stored(made: Made, tensor: Tensor, decision: Decision) -> bool:
         assert made.op is not None
         offloads = Offloads()
         stored = offloads.put(tensor.detach(), made.op, decision)
-        if storage_id(offloads.stored[0]) != storage_id(tensor):
+        if storage_id(offloads.aways[0].stored) != storage_id(tensor):
             made.stored, made.operation = stored, None
             return False
     # What was made of it meanwhile reads it here.
