@@ -38,7 +38,7 @@ from remat._fit.simulate import (
     without_values_if_possible,
 )
 from remat._partial.effects import DrawDetector, declared_writes, traits_of
-from remat._scope.recording import Recording
+from remat._scope.recording import Numbered, Recording
 from remat._scope.table import ValueTable
 from remat._scope.values import Block, makes_blank
 from remat._torch.autograd import (
@@ -404,12 +404,7 @@ class Positions(Recording):
 
     @override
     def _note_new(
-        self,
-        operation: Any,
-        new: Sequence[tuple[int, Tensor]],
-        result: Any,
-        *,
-        asks: bool,
+        self, operation: Any, new: Numbered, result: Any, *, asks: bool
     ) -> None:
         if new:
             operations = self._recorder.operations

@@ -168,14 +168,12 @@ class UnitWalker(Walker):
     # --- The walk ---
 
     @override
-    def _fill(
-        self, t: int, saved: set[int], recomputing: Recomputing, filled: set[int]
-    ) -> int:
-        highest = 0
+    def _fill(self, t: int, recomputing: Recomputing) -> int:
+        highest, saved = 0, recomputing.saved
         for unit, reads in self._asks.get(t, ()):
-            if unit in filled or reads <= saved:
+            if unit in recomputing.filled or reads <= saved:
                 continue
-            filled.add(unit)
+            recomputing.filled.add(unit)
             for m in self._groups[unit]:
                 if m not in saved:
                     highest = max(highest, recomputing.compute(m))

@@ -221,10 +221,10 @@ class Walker:
         again, record = self.closure(chosen), self.record
         operations, fixed = record.operations, self._with_saved(again)
         found = [b + op.inside for b, op in zip(fixed, operations, strict=True)]
-        recomputing, filled = Recomputing(self, again.saved, again.runs), set()
+        recomputing = Recomputing(self, again)
         for t in range(self._turn, self._end):
             recomputing.free_before(t)
-            highest = self._fill(t, again.saved, recomputing, filled)
+            highest = self._fill(t, recomputing)
             found[t] += times * recomputing.live
             if highest:
                 before = fixed[t] - sum(record.sizes[n] for n in operations[t].makes)
@@ -232,11 +232,8 @@ class Walker:
         at = max(range(self._end), key=found.__getitem__)
         return Walked(found[at], at, found)
 
-    def _fill(
-        self, t: int, saved: set[int], recomputing: "Recomputing", filled: set[int]
-    ) -> int:
+    def _fill(self, t: int, recomputing: "Recomputing") -> int:
         """Recompute what is first read at an operation; return the most bytes in it."""
-        del saved, filled
         each = map(recomputing.compute, self._triggers.get(t, ()))
         return max(each, default=0)
 
@@ -274,13 +271,13 @@ class Walker:
 class Recomputing:
     """What is recomputed in the backward of one walk."""
 
-    def __init__(self, walker: Walker, saved: set[int], runs: set[int]) -> None:
-        self._walker, self._saved = walker, saved
-        self._record = walker.record
+    def __init__(self, walker: Walker, again: Again) -> None:
+        self._walker, self._record, self.saved = walker, walker.record, again.saved
+        self.filled: set[int] = set()  # the units that were recomputed
         self._alive: set[int] = set()
         self._done: set[int] = set()
         self._readers: dict[int, int] = {}
-        for i in runs:
+        for i in again.runs:
             for n in walker.touched[i]:
                 self._readers[n] = self._readers.get(n, 0) + 1
         self._freed: dict[int, int] = {}
@@ -316,7 +313,7 @@ class Recomputing:
         return highest
 
     def _makers(self, number: int) -> list[int]:
-        if number in self._saved:
+        if number in self.saved:
             return []
         return self._walker.makers[number]
 
@@ -329,10 +326,10 @@ class Recomputing:
         op, sizes = self._record.operations[i], self._record.sizes
         self._done.add(i)
         for n in op.makes:
-            if n not in self._alive and n not in self._saved:
+            if n not in self._alive and n not in self.saved:
                 self._alive.add(n)
                 self.live += sizes[n]
-        kept = sum(sizes[n] for n in op.makes if n in self._saved)
+        kept = sum(sizes[n] for n in op.makes if n in self.saved)
         highest = self.live + kept + op.inside
         for n in self._walker.touched[i]:
             self._readers[n] -= 1

@@ -10,7 +10,7 @@ cast and count, and Python code may do anything.
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tag, Tensor
@@ -57,6 +57,9 @@ from remat._torch.process import read_settings
 from remat._torch.tensors import is_lazy, storage_id
 from remat._torch.tracing import eager_only, is_in_compiled_code
 from remat.policies import Decision, Policy
+
+
+Numbered: TypeAlias = Sequence[tuple[int, Tensor]]  # results, with their numbers
 
 
 class _EagerExposures(Exposures):
@@ -207,12 +210,7 @@ class Recording(Observer):
                 self._table.wrote(entry, t)
 
     def _note_new(
-        self,
-        operation: BlockOperation,
-        new: Sequence[tuple[int, Tensor]],
-        result: Any,
-        *,
-        asks: bool,
+        self, operation: BlockOperation, new: Numbered, result: Any, *, asks: bool
     ) -> None:
         block = self.blocks[-1]
         makes = [(Made(block.part(), TensorLayout.of(t), operation), t) for _, t in new]

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -73,10 +73,13 @@ _BOTH = (
 )
 
 
+Called: TypeAlias = tuple[Any, tuple[Any, ...]]  # a function, and its arguments
+
+
 def schedule_within(
     budget: LoopBudget,
     call: ChainCall,
-    called: tuple[Any, tuple[Any, ...]],
+    called: Called,
     inputs: Sequence[Tensor],
     needs: Sequence[bool],
 ) -> tuple[Schedule, str]:
@@ -91,7 +94,7 @@ def schedule_within(
     inside = replace(budget, nbytes=budget.nbytes // batch)
     step = _of_kind(
         *_kind_of(call, inputs, needs, inside),
-        lambda: measured(*called, steps, inside.nbytes, is_batched=batch > 1),
+        lambda: measured(called, steps, inside.nbytes, is_batched=batch > 1),
     )
     if isinstance(step, Exception):
         other = Sqrt() if steps.length is not None else Online(_ONLINE)
@@ -268,10 +271,10 @@ def _options(
 
 
 def measured(
-    fn: Any, args: tuple[Any, ...], steps: Steps, nbytes: int, *, is_batched: bool
+    called: Called, steps: Steps, nbytes: int, *, is_batched: bool
 ) -> StepBytes | Exception:
     """Return the numbers of the steps of a chain, as they are inside all vmaps."""
-    most = len(tensors_and_frame(args[0])[0]) + 2
+    most = len(tensors_and_frame(called[1][0])[0]) + 2
     lengths: Sequence[int] = (steps.length or 0,)
     if steps.length is None:  # there may be fewer than are tried
         lengths = most, 2, 1
@@ -282,7 +285,7 @@ def measured(
             known = replace(steps, length=length, goes_on=None)
             try:
                 for count in 2, most:
-                    found = _tried(fn, args, known, nbytes, count, is_real=is_real)
+                    found = _tried(called, known, nbytes, count, is_real=is_real)
                     if found is not None:
                         return found
             except Exception as raised:  # noqa: BLE001 - the chain raises what is wrong
@@ -291,16 +294,10 @@ def measured(
 
 
 def _tried(
-    fn: Any,
-    args: tuple[Any, ...],
-    steps: Steps,
-    nbytes: int,
-    count: int,
-    *,
-    is_real: bool,
+    called: Called, steps: Steps, nbytes: int, count: int, *, is_real: bool
 ) -> StepBytes | None:
     """Try so many steps; None if carries after these are unlike others."""
-    trial = call_of(fn, args, steps, Uniform(1))
+    trial = call_of(*called, steps, Uniform(1))
     assert trial is not None
     assert steps.length is not None
     trial.length = min(steps.length, count)  # what is scanned is as long as all steps
