@@ -146,8 +146,9 @@ def _copied(
     record: StepRecord, nest: BlockCall, own: set[int], at: int
 ) -> tuple[Sequence[list[int]], dict[int, int]]:
     """Return the storages, with those that a call makes again at an operation."""
-    count, copies = len(nest.operations), dict[int, int]()
-    end, later_by = nest.operations.stop, at - nest.operations.start
+    copies: dict[int, int] = {}
+    count, end = len(nest.operations), nest.operations.stop
+    later_by = at - nest.operations.start
     # All from there on is later. What is freed before it is freed by then.
     sizes, born = [*record.sizes], [i if i < at else i + count for i in record.born]
     left = [i if i <= at else i + count for i in record.left]
