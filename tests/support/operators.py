@@ -15,89 +15,63 @@ from torch.utils._pytree import tree_flatten
 # --- What can't be compared, and why ---
 
 
+def _named(why, names):
+    return dict.fromkeys(names.split(), why)
+
+
 NOTHING = "no sample has a tensor to differentiate, and the same result twice"
 
 NO_VALUES = {
-    **dict.fromkeys(["empty_like", "new_empty", "new_empty_strided"], "uninitialized"),
+    **_named("uninitialized", "empty_like new_empty new_empty_strided"),
     "sparse.sampled_addmm": "gives a sparse tensor, of which no sine is taken",
 }
 
-OF_CUDA = dict.fromkeys(
-    [
-        "jiterator_unary",
-        "jiterator_binary",
-        "jiterator_4inputs_with_extra_args",
-        "jiterator_binary_return_by_ref",
-        "jiterator_2inputs_2outputs",
-    ],
+OF_CUDA = _named(
     "only for CUDA",
+    """jiterator_unary jiterator_binary jiterator_4inputs_with_extra_args
+    jiterator_binary_return_by_ref jiterator_2inputs_2outputs""",
 )
 
 EVERYWHERE = {
     **OF_CUDA,
     "chalf": "there is no sine of complex numbers in half precision",
-    "resize_": "refuses what requires grad",
-    "resize_as_": "refuses what requires grad",
+    **_named("refuses what requires grad", "resize_ resize_as_"),
 }
 
+CHUNKED = """nn.functional.linear_cross_entropy-chunked
+    nn.functional.linear_cross_entropy-chunked_none"""
 UNDER_FUNC = {
     **EVERYWHERE,
-    "sparse.sampled_addmm": "torch.func refuses sparse CSR tensors",
-    "sparse.mm-reduce": "torch.func refuses sparse CSR tensors",
-    "nn.functional.linear_cross_entropy-chunked": "a Function without setup_context",
-    "nn.functional.linear_cross_entropy-chunked_none": "likewise",
+    **_named(
+        "torch.func refuses sparse CSR tensors",
+        "sparse.sampled_addmm sparse.mm-reduce",
+    ),
+    **_named("a Function without setup_context", CHUNKED),
 }
-
-NO_RULE = "torch has no batching rule for it, or for an operator in it"
-
-DATA = "reads values, or has results of sizes that depend on them"
 
 RAISES = {
     "backward": EVERYWHERE,
     "func_grad": UNDER_FUNC,
     "vmap_grad": {
         **UNDER_FUNC,
-        **dict.fromkeys(
-            [
-                "allclose",
-                "equal",
-                "as_strided_scatter",
-                "native_batch_norm",
-                "_native_batch_norm_legit",
-                "_batch_norm_with_update",
-                "nn.functional.batch_norm",
-                "nn.functional.instance_norm",
-                "nn.functional.rrelu",
-                "_chunk_cat",
-                "histogramdd",
-                "to_sparse",
-            ],
-            NO_RULE,
+        **_named(
+            "torch has no batching rule for it, or for an operator in it",
+            """allclose equal as_strided_scatter native_batch_norm
+            _native_batch_norm_legit _batch_norm_with_update nn.functional.batch_norm
+            nn.functional.instance_norm nn.functional.rrelu _chunk_cat histogramdd
+            to_sparse""",
         ),
-        **dict.fromkeys(
-            [
-                "item",
-                "tensor_split",
-                "index_reduce-prod",
-                "scatter_reduce-prod",
-                "unique",
-                "unique_consecutive",
-                "nonzero",
-                "argwhere",
-                "nn.functional.gaussian_nll_loss",
-            ],
-            DATA,
+        **_named(
+            "reads values, or has results of sizes that depend on them",
+            """item tensor_split index_reduce-prod scatter_reduce-prod unique
+            unique_consecutive nonzero argwhere nn.functional.gaussian_nll_loss""",
         ),
     },
 }
 
 # Plain can't under a level of torch.func, and a recompute can, which runs below it.
 BETTER = {
-    "func_grad": {
-        "nn.functional.linear_cross_entropy-chunked",
-        "nn.functional.linear_cross_entropy-chunked_none",
-        "tensor_split",
-    },
+    "func_grad": {*CHUNKED.split(), "tensor_split"},
     "vmap_grad": {"index_reduce-prod", "scatter_reduce-prod"},
 }
 
