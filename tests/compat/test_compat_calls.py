@@ -1,14 +1,10 @@
-"""`compat.checkpoint`: calls, states and memory.
+"""`compat.checkpoint`: calls, sequences, graphs, and what torch's cannot do.
 
-What PyTorch's tests say of `torch.utils.checkpoint`, by the numbers of our survey:
-
-    1 to 14      here
-    15, 20 to 28, 30    `test_compat_graphs.py`
-    16, 17, 18, 19, 29  `test_compat_options.py`
-    31, 32       `test_compat_selective.py`
-
-Most tests run with torch's checkpoint, too: see `support/checkpoints.py`. Items 2, 5
-and 10 to 13 are programs, which `support.adversarial` runs with both.
+What PyTorch's tests say of `torch.utils.checkpoint` has numbers in our survey: 1 to 14
+and 20 to 28 are here, 16 to 19 and 29 in `test_compat_options.py`, 31 and 32 in
+`test_compat_selective.py`. Most tests run with torch's checkpoint, too: see
+`support/checkpoints.py`. What is missing are programs, which `support.adversarial` runs
+with both.
 """
 
 import functools
@@ -23,13 +19,15 @@ from support.checkpoints import (
     both,
     both_sequential,
     chain,
+    derivative,
     ours,
+    sin_exp,
+    slope_of_sin_exp,
     theirs,
     wrapped,
 )
-from support.compared import assert_compared, leaf, points
-from support.tables import rows
-from support.zoo import Evaluations, counted
+from support.compared import leaf, points
+from support.zoo import Evaluations, counted, plainly
 from torch import nn
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
@@ -37,14 +35,7 @@ from remat import compat
 from remat.testing import assert_same, assert_same_gradients, count_ops, live_bytes
 
 
-def sin_exp(x):
-    return x.sin().exp()
-
-
-SLOPE = points(3).sin().exp() * points(3).cos()
-
-
-# --- 5, 6: random streams ---
+SLOPE = slope_of_sin_exp()
 
 
 def test_random_streams_are_restored_though_the_user_said_no():
@@ -61,22 +52,6 @@ def test_random_streams_are_restored_though_the_user_said_no():
     first, second = draws
     assert_same(first, second)
     assert_same(x.grad, first * (points(3) * first).cos())
-
-
-# --- 7, 8: what may go in and out ---
-
-
-@both
-def test_a_call_without_tensors(checkpoint):
-    """7: there is nothing to differentiate, but what is captured may be."""
-    body, calls = counted(lambda n, text: (n + 1, text.upper()))
-    assert checkpoint(body, 1, text="a") == (2, "A")
-    assert len(calls) == 1
-    x = leaf(3)
-    with count_ops() as ops:
-        (got,) = torch.autograd.grad(checkpoint(lambda: sin_exp(x)).sum(), x)
-    assert ops["sin"] == 2
-    assert_same(got, SLOPE)
 
 
 @pytest.mark.parametrize(
@@ -97,72 +72,7 @@ def test_a_third_backward_needs_a_graph(checkpoint):
     assert_same(x.grad, 2 * SLOPE)
 
 
-ONCE = {
-    "no output needs grad": (lambda x: x.sin().detach(), 0.0),
-    "nothing is saved": (lambda x: 2.0 * x + 1.0, 2.0),
-}
-
-
-@both
-@rows("body, slope", ONCE)
-def test_what_is_never_evaluated_again(checkpoint, body, slope):
-    """8 and 30."""
-    body, calls = counted(body)
-    x = leaf(3)
-    out = checkpoint(body, x)
-    assert out.requires_grad is bool(slope)
-    other, other_calls = counted(sin_exp)
-    (out + checkpoint(other, x)).sum().backward()
-    assert (len(calls), len(other_calls)) == (1, 2)
-    assert_same(x.grad, slope + SLOPE)
-
-
-# --- 9: memory during the backward ---
-
-
-@both
-@pytest.mark.parametrize("retain_graph", [False, True])
-def test_recomputed_values_are_freed_block_by_block(checkpoint, retain_graph):
-    """9: no block of the backward sees recomputed values of others alive."""
-    refs, alive = Evaluations(), Evaluations()
-
-    def block(x):
-        taken = [*refs]
-        for ref in taken:
-            refs.note(ref)
-        alive.note(sum(ref() is not None for ref in taken))
-        for _ in range(3):
-            x = x.sin()
-            refs.note(weakref.ref(x))
-        return x
-
-    x = leaf(3)
-    out = x
-    for _ in range(4):
-        out = checkpoint(block, out)
-    # The outputs, of which each is the input of the next, and nothing recomputed.
-    assert [*alive] == [0, 1, 2, 3]
-    out.sum().backward(retain_graph=retain_graph)
-    backward = [*alive]
-    assert len(backward) == 4
-    assert max(backward) <= 4 + 3 * (checkpoint is not ours)
-    assert x.grad.abs().min() > 0.01
-
-
 # --- 1, 3 and 4, sequences ---
-
-
-@both_sequential
-def test_a_sequence_of_two_segments_runs_its_first_half_again(sequential):
-    """1."""
-    log = Evaluations()
-    modules = nn.Sequential(*[Logged(k, log) for k in range(10)])
-    x = leaf(2, 4)
-    out = sequential(modules, 2, x)
-    assert [*log] == list(range(10))
-    out.sum().backward()
-    assert [*log] == list(range(5))
-    assert_same(x.grad, torch.autograd.grad(chain(modules, x).sum(), x)[0])
 
 
 @both_sequential
@@ -183,19 +93,13 @@ def test_sequences_of_any_kind(sequential, kind, segments):
 
 
 @both_sequential
-def test_a_sequence_takes_one_input(sequential):
-    """4."""
+def test_a_sequence_takes_one_input_and_no_other_keyword(sequential):
+    """4: but `preserve_rng_state`."""
     x = leaf(3)
     with pytest.raises(TypeError, match=r"positional argument|multiple values"):
         sequential([torch.sin, torch.cos], 2, x, False, x)
     with pytest.raises(TypeError, match="'input'"):
         sequential([torch.sin, torch.cos], 2)
-
-
-@both_sequential
-def test_a_sequence_refuses_other_keywords(sequential):
-    """4: but takes `preserve_rng_state`."""
-    x = leaf(3)
     with pytest.raises(ValueError, match="depth"):
         sequential([torch.sin, torch.cos], 2, x, depth=3)
     with count_ops() as ops:
@@ -277,6 +181,62 @@ def test_a_sequence_keeps_the_inputs_of_its_segments():
     assert (plain, in_segments) == (16 * 4096, (3 + 4) * 4096)
 
 
+# --- 20, 27: reading the graph, nesting ---
+
+
+@both
+def test_reading_what_a_node_saved_recomputes_it(checkpoint):
+    """20: each time, until it is freed."""
+    body, calls = counted(sin_exp)
+    x = leaf(3)
+    out = checkpoint(body, x)
+    for count in range(2, 5):
+        assert_same(out.grad_fn._saved_result.detach(), out.detach())
+        assert len(calls) == count
+    out.sum().backward()
+    assert len(calls) == 5
+    with pytest.raises(RuntimeError, match="after they have already been freed"):
+        _ = out.grad_fn._saved_result
+    assert_same(x.grad, SLOPE)
+
+
+# What is applied, from the outside in: c is the checkpoint, g a derivative.
+MIXES = ["c", "cc", "cg", "gc", "gcg", "cgc", "ggc", "cgg", "gcgc", "cgcgc", "gggc"]
+
+
+@pytest.mark.usefixtures("_no_collector")
+@both
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("mix", MIXES)
+def test_any_mix_of_gradients_and_checkpoints(checkpoint, early_stop, mix):
+    """27: to third order; all of it is freed by reference counting."""
+    refs = Evaluations()
+    wrap = wrapped(functools.partial(checkpoint, early_stop=early_stop))
+
+    def body(x):
+        y = (x * x).sin()
+        refs.note(weakref.ref(y))
+        return y.exp()
+
+    def run(wrap):
+        refs.clear()
+        f = body
+        for step in reversed(mix):
+            f = wrap(f) if step == "c" else derivative(f)
+        x = leaf(3)
+        out = f(x)
+        (first,) = torch.autograd.grad(out.sum(), x)
+        return out.detach(), first
+
+    got, made = run(wrap), [*refs]
+    left = [ref for ref in made if ref() is not None]
+    want = run(plainly)
+    assert_same(got, want, reassociated=checkpoint is not ours)
+    if checkpoint is ours:
+        assert left == []
+    assert len(made) > len(refs)
+
+
 # --- Where torch's does not work, torch.func and swapped parameters ---
 
 
@@ -320,21 +280,3 @@ def test_options_under_torch_func(options):
     got = grad(loss(functools.partial(ours, fn, **options)))(points(3))
     assert len(calls) == 2
     assert_same(got, grad(loss(body))(points(3)))
-
-
-def test_a_generator_that_is_passed():
-    """torch's recompute draws the next numbers from it."""
-
-    def program(wrap, counting):
-        generator = torch.Generator().manual_seed(3)
-
-        def noisy(x, generator):
-            return (x * torch.rand(50, generator=generator)).sin()
-
-        x = leaf(50)
-        wrap(counting(noisy))(x, generator).sum().backward()
-        return x.grad, torch.rand(3, generator=generator)
-
-    assert_compared(program, 2, wrap=wrapped(ours))
-    with pytest.raises(AssertionError, match="differs in value"):
-        assert_compared(program, 2, wrap=wrapped(theirs))

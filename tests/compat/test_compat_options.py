@@ -12,7 +12,14 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support.checkpoints import both, both_modules, ours, theirs
+from support.checkpoints import (
+    both,
+    both_modules,
+    ours,
+    sin_exp,
+    slope_of_sin_exp,
+    theirs,
+)
 from support.compared import leaf, points
 from support.zoo import Evaluations, counted
 from torch.utils import checkpoint as torchs
@@ -23,11 +30,7 @@ from remat import RecomputeError, RematError, compare, compat, policies
 from remat.testing import assert_same, count_ops
 
 
-SLOPE = points(3).sin().exp() * points(3).cos()
-
-
-def sin_exp(x):
-    return x.sin().exp()
+SLOPE = slope_of_sin_exp()
 
 
 # --- Names and signatures ---
@@ -226,30 +229,6 @@ def test_both_variants_are_one(use_reentrant):
 
 
 # --- 18: groups of backwards ---
-
-
-def two_results(x):
-    y = x.sin().exp()
-    return y.sin(), y.cos()
-
-
-@both
-@pytest.mark.parametrize("grouped", [True, False])
-def test_backwards_of_one_group_recompute_once(checkpoint, grouped):
-    """18."""
-    body, calls = counted(two_results)
-    x, y = leaf(3), leaf(3)
-    one, other = checkpoint(lambda x: body(x), x)
-    with compat.GraphExecGroup() if grouped else nullcontext():
-        # What they share is not run twice, as the first graph ends there.
-        one.backward(torch.ones(3), inputs=[x], retain_graph=True)
-        again = len(calls)
-        if not grouped:
-            other.backward(torch.ones(3), inputs=[x])
-    assert again == 2
-    assert len(calls) == (2 if grouped else 3)
-    sum(two_results(y)[: 1 if grouped else 2]).sum().backward()
-    assert_same(x.grad, y.grad, reassociated=True)
 
 
 @both
@@ -491,28 +470,6 @@ def test_without_a_function_it_is_a_decorator(api):
 
 
 @decorators
-def test_it_decorates_methods(api):
-    calls = Evaluations()
-
-    class Layer:
-        def __init__(self, scale):
-            self.scale = scale
-
-        @api.checkpoint(use_reentrant=False)
-        def forward(self, x):
-            calls.note(None)
-            return (x * self.scale).sin().exp()
-
-    layer, x = Layer(leaf(3)), leaf(3)
-    layer.forward(x).sum().backward()
-    assert len(calls) == 2
-    y = leaf(3)
-    (y * points(3)).sin().exp().sum().backward()
-    assert_same(x.grad, y.grad)
-    assert layer.scale.grad is not None
-
-
-@decorators
 def test_the_decorator_takes_no_arguments_of_a_function(api):
     with pytest.raises(ValueError, match="scale"):
         api.checkpoint(use_reentrant=False, scale=2)
@@ -529,21 +486,6 @@ def test_what_cannot_be_recomputed_is_refused():
 
 def test_torchs_reference_is_torchs():
     assert theirs.func is torchs.checkpoint is not ours.func
-
-
-def test_what_torchs_context_sets_is_read():
-    def ops_again(context):
-        x = leaf(3)
-        with context:
-            y = compat.checkpoint(lambda x: x.sin().exp().neg(), x)
-        with count_ops() as ops:
-            y.sum().backward()
-        return ops["sin"], ops["neg"]
-
-    context = compat.set_checkpoint_early_stop
-    # The gradient of a negation is one, too.
-    found = [ops_again(context(stops)) for stops in (True, False)]
-    assert found == [(1, 1), (1, 2)]
 
 
 def test_a_report_takes_calls_for_blocks():

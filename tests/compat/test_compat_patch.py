@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from support.checkpoints import sin_exp
 from support.compared import leaf, points
 from support.zoo import counted
 from torch import nn
@@ -16,10 +17,6 @@ from torch.utils import checkpoint as torchs
 
 from remat import compat
 from remat.testing import assert_same, count_ops
-
-
-def sin_exp(x):
-    return x.sin().exp()
 
 
 NAMES = "checkpoint", "checkpoint_sequential"
