@@ -91,17 +91,6 @@ def test_a_recomputation_that_fails_leaves_the_state_alone(surroundings, path):
     check_that_calls_work()
 
 
-@pytest.mark.parametrize("case", STATES)
-def test_a_recomputation_that_fails_leaves_the_state_of_its_forward(case):
-    change, _ = STATES[case]
-    with change():
-        y = remat(failing(2))(leaf(3, 3))
-    ordinary = state_of_now()
-    with pytest.raises(FailureError, match="boo"):
-        y.backward()
-    assert state_of_now() == ordinary
-
-
 @pytest.mark.parametrize("transform", [lambda f: f, grad], ids=["backward", "grad"])
 def test_a_forward_that_fails_leaves_the_state_alone_and_gets_no_note(transform):
     def breaks(x):

@@ -92,15 +92,6 @@ def test_modes_are_restored_in_their_order():
     assert [*seen] == ["inner", "outer", "inner", "outer", "other"]
 
 
-def test_a_mode_entered_inside_the_function_is_entered_again():
-    def fn(x):
-        with CosForSin():
-            return two_sines(x)
-
-    x = leaf()
-    assert_replayed(lambda wrap: in_both(wrap(fn), x), cos=4)
-
-
 @pytest.mark.parametrize("outside", [True, False], ids=["backward outside", "inside"])
 @replayed(sin=4)
 def test_a_tensor_of_a_mode_is_an_input(wrap, outside):
@@ -145,27 +136,6 @@ def test_a_device_does_not_reach_the_surroundings_of_a_recomputation():
     ops = ops_of(lambda: y.sum().backward())
     assert devices == ["cpu", "cpu"]
     assert ops["sin"] == 1
-
-
-def test_a_dispatch_mode_is_that_of_the_backward():
-    """Such a mode observes what runs, and it is now that it runs."""
-    x, seen = leaf(), []
-
-    class Log(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    fn = remat(lambda x: x.sin().exp())
-    with Log():
-        y = fn(x)
-    forward = seen.count("aten.sin.default")
-    y.sum().backward()
-    assert (forward, seen.count("aten.sin.default")) == (1, 1)
-    y = fn(x)
-    with Log():
-        y.sum().backward()
-    assert seen.count("aten.sin.default") == 2
 
 
 class CosForAtenSin(TorchDispatchMode):

@@ -187,21 +187,6 @@ def test_draws_are_replayed_beside_torchs_checkpoint(beside):
     assert_replayed(program, sin=(2, 3))
 
 
-def test_randomness_is_refused_by_vmap_as_in_plain():
-    x = torch.randn(4, 64)
-    with pytest.raises(RuntimeError, match="randomness"):
-        vmap(grad(remat(noisy)))(x)
-    assert ops_of(lambda: vmap(grad(remat(noisy)), randomness="same")(x))["sin"] == 2
-
-
-@replayed(evaluations=(3, 8))
-def test_draws_are_replayed_through_a_nested_remat(wrap):
-    x = leaf()
-    inner = wrap(noisy)
-    fn = wrap(lambda x: inner(x) + torch.rand(()) * inner(2 * x))
-    return torch.autograd.grad(fn(x), x)
-
-
 @replayed(evaluations=(4, 8))
 def test_a_function_that_draws_only_later_is_replayed_then(wrap):
     training, x = [False], torch.linspace(0, 1, 64).requires_grad_()
@@ -434,13 +419,6 @@ def test_what_draws_nothing_passes_though_torch_calls_it_random():
     guarded(nn.functional.dropout, ONES, 0.5, False)
     guarded(torch.ops.remat_test_draws.quiet, ONES)
     guarded(torch.sin, ONES)
-
-
-def test_a_generator_passes_and_moves():
-    generator = torch.Generator().manual_seed(0)
-    before = generator.get_state()
-    guarded(lambda: torch.rand(3, generator=generator))
-    assert not torch.equal(generator.get_state(), before)
 
 
 def test_operators_of_higher_order_pass():

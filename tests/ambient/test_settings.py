@@ -4,13 +4,11 @@ import contextlib
 
 import pytest
 import torch
-from support.runs import assert_replayed, gradients, leaf, replayed
+from support.runs import leaf, replayed
 from support.states import STATES, autocast, default_dtype, state_of_now
 from support.tables import rows
 from support.zoo import Evaluations, ops_of
-from torch import nn
 from torch.func import grad
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from remat import remat
 from remat.testing import assert_same, count_ops, live_bytes
@@ -63,25 +61,6 @@ def test_a_recomputation_under_grad_sees_the_state_of_the_forward(change, read):
         assert [*seen] == [read()] * 2
 
 
-@replayed(sin=2)
-def test_a_recomputation_draws_in_the_default_dtype_of_its_forward(wrap):
-    x = leaf()
-    with default_dtype(torch.float64):
-        y = wrap(lambda x: (x * torch.rand(64)).sin().exp())(x).sum()
-    return torch.autograd.grad(y, x)
-
-
-@replayed(bmm=(6, 7))
-def test_a_recomputation_runs_the_same_kernel_of_attention(wrap):
-    q = leaf(2, 4, 8, 16)
-    with sdpa_kernel(SDPBackend.MATH), count_ops() as ops:
-        y = wrap(lambda q: nn.functional.scaled_dot_product_attention(q, q, q))(q)
-    with count_ops() as more:
-        found = torch.autograd.grad(y.sum(), q)
-    assert not [op for op in ops + more if "flash" in op]
-    return found
-
-
 @pytest.mark.skipif(
     not hasattr(torch._C, "_set_fp32_precision_setter"), reason="added in torch 2.9"
 )
@@ -127,34 +106,6 @@ def test_a_setting_that_the_function_sets_is_put_back_after_the_backward():
     assert ops["sin"] == 1
 
 
-def test_grad_mode_inside_is_that_of_the_forward():
-    modes = Evaluations()
-
-    def fn(x):
-        modes.note(torch.is_grad_enabled())
-        with torch.no_grad():
-            modes.note(torch.is_grad_enabled())
-            scale = x.abs().max()
-        return (x / scale).sin()
-
-    assert_replayed(gradients(fn, leaf(3)), evaluations=2)
-    assert [*modes] == [True, False] * 3
-
-
-@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-def test_with_grad_mode_off_the_function_is_called_as_it_is(off):
-    x, seen = leaf(1024), []
-
-    def fn(x):
-        seen.append((id(x), torch.is_grad_enabled()))
-        return x.sin().sin()
-
-    with off():
-        assert live_bytes(lambda: remat(fn)(x)) == 4096
-    assert seen == [(id(x), False)]
-    assert ops_of(lambda: remat(fn)(x).sum().backward())["sin"] == 2 + 1
-
-
 # --- A recompute casts as its forward did, and keeps nothing that it cast ---
 
 
@@ -185,16 +136,6 @@ def test_a_recomputation_casts_as_its_forward_did(wrap, first, then, square):
         return y, torch.autograd.grad(y, square)
 
 
-def test_autocast_entered_inside_is_entered_again(square):
-    def fn(x, w):
-        with autocast():
-            y = cast(x, w)
-            with autocast(enabled=False):
-                return cast(y.float(), w)
-
-    assert_replayed(gradients(fn, *square), sin=2 * 2)
-
-
 # --- The cache of autocast ---------------------------------------------------------
 
 
@@ -205,17 +146,6 @@ def test_autocast_with_another_setting_of_its_cache(wrap, square):
         y = wrap(cast)(*square).float().sum()
     with autocast():
         return torch.autograd.grad(y, square)
-
-
-@replayed(sin=2)
-def test_autocast_under_grad(wrap):
-    x, w = torch.randn(8, 8), torch.randn(8, 8)
-
-    def loss(w):
-        with autocast():
-            return wrap(cast)(x, w).float().sum()
-
-    return grad(loss)(w)
 
 
 def casts_of_steps_in_one_region(wrap):

@@ -9,7 +9,6 @@ from support.holders import HOLDERS_OF_STREAMS, WAYS_OF_STREAMS, use
 from support.runs import CONFIGURATIONS, assert_replayed, leaf, replayed
 from support.tables import crossed, rows
 from support.zoo import Evaluations
-from torch import nn
 from torch.func import grad, vmap
 
 from remat import remat
@@ -46,16 +45,6 @@ def test_a_stream_is_replayed_for_each_call_wherever_it_is_held(way, make, ours)
     assert_replayed(program, wrap=CONFIGURATIONS[ours], sin=2 + 3 + 2)
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("way", WAYS_OF_STREAMS)
-@replayed(sin=2 + 1)
-def test_a_stream_is_replayed_under_grad_wherever_it_is_held(wrap, way):
-    x = torch.randn(64)
-    stream = torch.Generator().manual_seed(5)
-    fn = WAYS_OF_STREAMS[way](wrap, stream)
-    return grad(lambda x: fn(x).sum())(x), next_of(stream)
-
-
 @crossed("way, make", WAYS_OF_STREAMS, STREAMS)
 @replayed(sin=2 + 1)
 def test_a_stream_is_replayed_under_vmap_of_grad_wherever_it_is_held(wrap, way, make):
@@ -86,42 +75,12 @@ def test_a_failed_recomputation_leaves_the_stream_alone(make):
     assert_same(next_of(stream), next_of(plain))
 
 
-@replayed(sin=3)
-def test_a_global_stream_and_a_generator_are_replayed_together(wrap):
-    x = leaf()
-    generator = torch.Generator().manual_seed(5)
-    call = wrap(lambda x, g: nn.functional.dropout(use(x, g), 0.5))
-    return torch.autograd.grad(call(x, generator).sum(), x), next_of(generator)
-
-
 @pytest.mark.parametrize("method", ["random", "uniform", "normal"])
 @replayed(sin=2)
 def test_a_bound_builtin_method_leads_to_its_stream(wrap, method):
     x = leaf()
     draw = getattr(np.random.default_rng(5), method)
     return torch.autograd.grad(wrap(lambda x: (x.sin() * draw()).exp())(x).sum(), x)
-
-
-class Labelled(torch.Generator):
-    label = "ours"
-
-
-def test_a_subclass_of_a_generator_stays_one():
-    labels = Evaluations()
-
-    def program(wrap):
-        generator = Labelled()
-        generator.manual_seed(5)
-
-        def fn(x):
-            labels.note(generator.label)
-            return use(x, generator)
-
-        return torch.autograd.grad(wrap(fn)(x).sum(), x)
-
-    x = leaf()
-    assert_replayed(program, evaluations=2)
-    assert [*labels] == ["ours"] * 3
 
 
 # --- Streams that the function puts back or sets itself -----------------------------

@@ -235,10 +235,6 @@ def leaf(n):
     return make(n, seed=2).requires_grad_()
 
 
-def test_it_is_false_outside():
-    assert remat.is_recomputing() is False
-
-
 @pytest.mark.parametrize("higher_order", [False, True])
 @pytest.mark.parametrize("prune", [False, True])
 def test_it_is_true_in_a_recompute_alone(higher_order, prune):
@@ -282,21 +278,3 @@ def test_it_is_of_the_thread_that_asks():
     thread.start()
     rematerialize(f)(leaf(3)).sum().backward()
     assert seen == [False]
-
-
-def test_metrics_are_logged_once():
-    logged = Evaluations()
-
-    @rematerialize
-    def layer(x):
-        y = x.sin()
-        if not remat.is_recomputing():
-            logged.note(y.detach().mean().item())
-        return y.sin()
-
-    x = leaf(3)
-    ops = ops_of(lambda: layer(x).sum().backward())
-    assert ops["mean"] == 1
-    assert ops["sin"] == 3
-    assert [*logged] == [x.detach().sin().mean().item()]
-    assert x.grad.abs().min() > 0

@@ -157,21 +157,6 @@ def test_it_returns_the_model_and_its_blocks_stay_the_objects_they_are():
     assert all(isinstance(layer, Block) for layer in layers)
 
 
-@replayed(tanh=(9, 18), sin=(3, 6))
-def test_training_equals_plain(wrap):
-    model = model_of()
-    if wrap is remat.remat:
-        remat.nn.apply(model, [Block, Other])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        losses.append(model(X))
-        losses[-1].backward()
-        optimizer.step()
-    return losses, [*model.parameters()]
-
-
 @pytest.mark.parametrize(
     "again", [copy.deepcopy, saved_and_loaded], ids=["copy", "save"]
 )
@@ -250,10 +235,6 @@ def test_remove_between_a_forward_and_its_backward(wrap):
     remat.nn.remove(model)
     loss.backward()
     return [p.grad for p in model.parameters()]
-
-
-def test_remove_where_nothing_is_applied_changes_nothing():
-    assert counted(remat.nn.remove(model_of())) == (3, 1)
 
 
 # --- Refused ---

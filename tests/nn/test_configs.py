@@ -9,7 +9,6 @@ from support.zoo import make, ops_of
 from torch import nn
 
 import remat
-from remat import policies
 from remat.testing import assert_same, peak_bytes
 
 
@@ -242,8 +241,3 @@ def test_a_budget_is_refused_where_no_plan_can_be_made():
         )
     with pytest.raises(ValueError, match=r"is recomputed already, by remat\.fit"):
         remat.nn.apply(model)
-
-
-def test_a_policy_beside_the_texts():
-    model = remat.nn.apply(model_of(), {"layers.*": policies.dots_saveable})
-    assert set(described(model).values()) == {"dots_saveable"}

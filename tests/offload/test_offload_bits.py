@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from remat import OffloadError
 from remat._offload import offload as _offload
 from remat._offload.offload import Fetched, in_file, in_host_memory, origin_of
-from remat._torch.modes import undisturbed
 
 
 stores = rows("store", STORES)
@@ -113,23 +112,6 @@ def test_a_stored_tensor_requires_no_gradient_and_counts_no_change(make, folder)
     assert not taken.requires_grad
     assert stored._version == taken._version == 0
     assert_same_bits(taken, x.detach())
-
-
-def test_a_file_may_be_saved_for_backward(folder):
-    class Sine(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.origin = origin_of(x)
-            ctx.save_for_backward(in_file(x))
-            return x.sin()
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * Fetched(ctx.saved_tensors, [ctx.origin]).take(0).cos()
-
-    x = torch.randn(3, 4).t().requires_grad_()
-    Sine.apply(x).sum().backward()
-    assert torch.equal(x.grad, x.detach().cos())
 
 
 # --- Back, in any order -----------------------------------------------------------
@@ -309,13 +291,3 @@ def test_a_transform_around_does_not_see_it(folder):
     for t in taken:
         assert type(t) is torch.Tensor
         assert_same_bits(t, held)
-
-
-def test_nothing_is_recorded_where_nothing_disturbs():
-    x = torch.randn(3, requires_grad=True)
-    with undisturbed():
-        y = x * 2
-        x.mul_(3)
-    assert not y.requires_grad
-    assert x._version == 0
-    assert (x * 2).requires_grad

@@ -294,17 +294,6 @@ def test_other_values_are_refused():
             call()
 
 
-def test_operations_are_those_of_a_recompute():
-    model, counts = Model(3), []
-    for options in ({}, {"offload_inputs": "disk"}):
-        wrapped(model, **options)
-        with count_ops() as ops:
-            step(model)
-        counts.append((ops["addmm"], ops["tanh"]))
-        remat.nn.remove(model)
-    assert counts[0] == counts[1]
-
-
 @pytest.mark.parametrize("size", [4, SIZE])
 def test_an_input_that_stayed_and_changes_is_refused(size):
     layer = nn.Linear(size, size)

@@ -311,16 +311,6 @@ def test_a_batched_tensor_out_of_reach_is_used_by_its_batch(wrap, hidden):
     return vmap(of_example)(ws)
 
 
-def test_a_constant_out_of_reach_is_fine(hidden):
-    def program(wrap):
-        call = wrap(fn)
-        return torch.autograd.grad(call(x), x), grad(call)(x.detach())
-
-    (hide, fn), x = hidden, leaf(3)
-    hide(torch.randn(3))
-    assert_replayed(program, sin=2 * 2)
-
-
 # ---
 
 

@@ -288,13 +288,6 @@ def test_another_result_in_the_recompute_is_an_error():
         grad(lambda x: sum(t.sum() for t in vars(remat(fn)(x)).values()))(X)
 
 
-def test_an_iterator_is_not_read_again():
-    numbers = itertools.cycle([2.0, 3.0])
-
-    with pytest.raises(RecomputeError, match="reads the cycle `numbers`, which the"):
-        grad(remat(lambda x: (x.sin() * next(numbers)).exp().sum()))(X)
-
-
 # --- Results that are expanded ---
 
 

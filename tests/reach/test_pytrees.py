@@ -5,7 +5,6 @@ import weakref
 import pytest
 import torch
 from support.runs import leaf
-from support.tables import rows
 from support.zoo import Evaluations, leaves_of, make, ops_of
 from torch.utils._pytree import tree_leaves
 
@@ -39,59 +38,7 @@ def test_what_is_no_tensor_passes_through_in_both_runs():
     assert all(s[3] is True for s in seen)
 
 
-def test_arguments_are_the_same_objects_in_the_forward_and_leaves_in_both_runs():
-    calls = Evaluations()
-
-    def fn(t):
-        calls.note([id(x) for x in t["a"]])
-        return (t["a"][0] * t["a"][1]).sin().exp()
-
-    constant, differentiated = torch.randn(3), leaf(3)
-    ops = ops_of(lambda: remat(fn)({"a": [constant, differentiated]}).sum().backward())
-    forward, again = calls
-    assert forward == [id(constant), id(differentiated)]
-    assert again[1] == id(differentiated)
-    assert ops["sin"] == 2
-
-
 # --- Results ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("other", "dtype"),
-    [
-        (lambda x: x.detach() * 2, torch.float32),
-        (lambda x: x.argmax(), torch.int64),
-        (lambda x: x > 0, torch.bool),
-        (lambda x: torch.ones(2), torch.float32),
-    ],
-    ids=["detached", "integer", "boolean", "constant"],
-)
-def test_an_output_may_need_no_grad(other, dtype):
-    fn = lambda x: (x.sin().exp(), other(x))
-    check(fn, leaf(3))
-    out = remat(fn)(leaf(3))[1]
-    assert (out.dtype, out.requires_grad, out.grad_fn) == (dtype, False, None)
-
-
-def test_an_input_returned_as_it_is_is_that_tensor():
-    x, tree = leaf(3), {"w": torch.randn(3), "h": leaf(3) * 2}
-    fn = lambda x, tree: (x, tree["w"], {"y": x.sin().exp(), "h": tree["h"]})
-    a, b, rest = remat(fn)(x, tree)
-    assert a is x
-    assert b is tree["w"]
-    assert rest["h"] is tree["h"]
-    assert ops_of(lambda: rest["y"].sum().backward())["sin"] == 1
-
-
-def test_the_same_tensor_twice_stays_the_same_twice():
-    def fn(x):
-        y = x.sin().exp()
-        return y, {"again": y}, x * 2
-
-    check(fn, leaf(3))
-    y, again, _ = remat(fn)(leaf(3))
-    assert again["again"] is y
 
 
 VIEWS = {
@@ -101,19 +48,6 @@ VIEWS = {
     "expand": lambda x: x[:, :1].expand(2, 5),
     "view of a view": lambda x: x[1].view(1, -1)[:, :2],
 }
-
-
-@rows("view", VIEWS)
-def test_a_view_of_an_input_keeps_values_gradients_and_memory(view):
-    check(lambda x: (x.sin().exp(), view(x)), leaf(2, 4))
-    x = leaf(2, 4)
-    _, out = remat(lambda x: (x.sin().exp(), view(x)))(x)
-    want = view(x)
-    assert out.data_ptr() == want.data_ptr()
-    assert out.stride() == want.stride()
-    with torch.no_grad():
-        x.fill_(7)
-    assert torch.equal(out, torch.full_like(want, 7))
 
 
 @pytest.mark.parametrize("name", [name for name in VIEWS if name != "expand"])

@@ -4,7 +4,6 @@ Under base autograd it is a theme of `support.adversarial`.
 """
 
 import functools
-import types
 from collections import OrderedDict
 
 import pytest
@@ -45,20 +44,6 @@ def test_a_new_list_that_a_forward_assigns_holds_the_users_own_tensors():
     ops = ops_of(lambda: grad(remat(holder))(torch.ones(2)))
     assert holder.seen[0] is holder.scale
     assert ops["mul"] > 2
-
-
-def test_what_was_set_between_forward_and_backward_stays_under_torch_func():
-    holder, x = types.SimpleNamespace(count=0), torch.linspace(0.1, 1, 4)
-
-    def fn(x):
-        holder.count += 1
-        return x.sin() * holder.count
-
-    y, pull = torch.func.vjp(remat(fn), x)
-    holder.count = 10
-    assert torch.equal(pull(torch.ones(4))[0], x.cos())  # as counted in the forward
-    assert torch.equal(y, x.sin())
-    assert holder.count == 10
 
 
 # --- What a run under torch.func is given in place of containers ---

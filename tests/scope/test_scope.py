@@ -1,7 +1,6 @@
 """`remat.scope` changes no value, and has what its blocks computed run again, once."""
 
 import contextlib
-import copy
 import functools
 
 import pytest
@@ -10,7 +9,6 @@ from support.scopes import assert_scoped, grads, leaf, more_of, plainly, scoped
 from support.tables import rows
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import remat
@@ -568,27 +566,6 @@ def test_random_numbers_are_drawn_again_and_streams_go_on():
 
     assert_scoped(program, randn=1, rand=1, add=1, mul=1, empty_like=1, bernoulli_=1,
                   div_=1)  # fmt: skip
-
-
-def test_parametrizations():
-    class Doubled(nn.Module):
-        def __init__(self, block):
-            super().__init__()
-            self.block = block
-
-        def forward(self, weight):
-            with self.block():
-                return weight * 2.0
-
-    def program(block):
-        torch.manual_seed(0)
-        linear = nn.Linear(3, 3)
-        parametrize.register_parametrization(linear, "weight", Doubled(block))
-        linear = copy.deepcopy(linear)
-        x = linear(linear(A))
-        return grads(x.square().sum(), *linear.parameters())
-
-    assert_scoped(program, mul=2)
 
 
 @scoped(add=1, mul=1, sin=1, exp=1)

@@ -8,48 +8,19 @@ from support.runs import replayed
 from support.transforms import TRANSFORMS
 from support.zoo import (
     BIG,
-    DEPTH,
     Evaluations,
     W,
     X,
     assert_rematerialized,
-    block,
     counted,
     leaves_of,
     make,
-    matmul,
     ops_of,
     plainly,
 )
 
 from remat import policies, remat
 from remat.testing import assert_same, count_ops, live_bytes, peak_bytes
-
-
-# --- Some of the outputs, some of the inputs ---
-
-
-def test_an_unused_input_is_an_error_unless_allowed():
-    fn, calls = counted(lambda x, unused: x.sin().sin().sum())
-    x, unused = leaves_of(W, X)
-    with pytest.raises(RuntimeError, match="appears to not have been used"):
-        torch.autograd.grad(remat(fn)(x, unused), unused)
-    value = remat(fn)(x, unused)
-    assert torch.autograd.grad(value, (x, unused), allow_unused=True)[1] is None
-    assert len(calls) == 3  # nothing is recomputed for what has no edge
-
-
-# --- What a backward frees ---
-
-
-def test_a_second_backward_needs_retain_graph():
-    fn, calls = counted(matmul)
-    w, x = leaves_of(W, X)
-    value = remat(fn)(w, x).sum()
-    value.backward()
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        value.backward()
-    assert len(calls) == 2
 
 
 # --- Checkers ---
@@ -151,25 +122,6 @@ def test_a_backward_in_inference_mode(options):
 # Under base autograd an outer call is run again only as far as the inputs of its
 # inner calls need it. Under torch.func, a call inside a call is evaluated once in
 # each recompute of the outer one and once in its own.
-
-
-def chain(wrap_outer, wrap_inner):
-    """Two groups of three blocks."""
-
-    def group(x):
-        for _ in range(3):
-            x = wrap_inner(block)(x)
-        return x
-
-    return lambda x: wrap_outer(group)(wrap_outer(group)(x)).sum()
-
-
-def test_only_the_inputs_of_the_outer_call_are_kept():
-    (x,) = leaves_of(BIG)
-    kept = lambda *wraps: live_bytes(lambda: chain(*wraps)(x)) // BIG.nbytes
-    assert kept(plainly, plainly) == 6 * DEPTH - 1
-    assert kept(plainly, remat) == 5
-    assert kept(remat, remat) == 1
 
 
 def test_nesting_in_halves_has_a_logarithmic_peak():

@@ -246,15 +246,6 @@ def test_what_binds_no_instance_binds_none_when_rematerialized():
     assert ops["exp"] == 2
 
 
-def test_attributes_are_those_of_what_is_wrapped():
-    wrapped = remat(MODULE)
-    assert isinstance(wrapped, type(MODULE))
-    assert wrapped.weight is MODULE.weight
-    assert [n for n, _ in wrapped.named_parameters()] == ["weight"]
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = wrapped.nothing
-
-
 def test_a_bound_forward_is_like_a_method():
     class Doubled(nn.Module):
         @remat
@@ -326,16 +317,6 @@ def test_a_copy_keeps_the_options():
 
 def noise(x):
     return x * torch.rand(3)
-
-
-def test_a_deep_copy_of_a_rematerialized_module_has_its_own_parameters():
-    module = Wave()
-    copied = copy.deepcopy(remat(module))
-    assert copied.weight is not module.weight
-    assert_same(copied.weight, module.weight)
-    assert recomputes(copied, torch.randn(3))
-    assert copied.weight.grad is not None
-    assert module.weight.grad is None
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])

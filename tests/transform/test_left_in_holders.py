@@ -193,23 +193,6 @@ def test_what_a_vmap_left_is_passed_over_in_another():
         assert torch.equal(vmap(grad(loss))(x)[:1], grad(loss)(X[0])[None])
 
 
-def test_a_second_call_reads_what_the_first_one_kept():
-    def build(wrap):
-        held = [torch.ones((), dtype=X.dtype)]
-
-        def step(x):
-            RAN.put(1)
-            held[0] = (held[0] * x).sin()
-            return held[0].exp()
-
-        run = wrap(step)
-        return grad(lambda x: (run(run(x)) * held[0]).sum())(X)
-
-    ran()
-    torch.testing.assert_close(build(remat), build(lambda f: f))
-    assert ran() == 2 + 4
-
-
 def test_what_is_kept_is_kept_once_at_the_base():
     held = []
 

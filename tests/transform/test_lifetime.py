@@ -299,26 +299,6 @@ def test_the_callable_itself_need_not_live_until_the_backward():
     assert watch.alive == 0
 
 
-def test_nested_calls_are_freed():
-    watch = Watch()
-    calls = Evaluations()
-
-    def inner(x):
-        calls.note(1)
-        return watch(watch(x.sin()).exp())
-
-    outer = lambda x: watch(remat(lambda y: inner(y).cos())(watch(remat(inner)(x))))
-    x = torch.linspace(0, 1, 4).requires_grad_()
-    out = remat(remat(outer))(watch(x * 1.0))
-    assert watch.alive == 2, "the input, and the output that was watched inside"
-    out.sum().backward()
-    # 2 in the forward; the outer levels together need the first once, for the input of
-    # the second; each inner one is recomputed once.
-    assert len(calls) == 5
-    del out
-    assert watch.alive == 0
-
-
 @configurations
 def test_nested_calls_with_a_policy_are_freed_after_their_backward(ours):
     x, watch = torch.ones(4, 4, requires_grad=True), Watch()

@@ -287,12 +287,3 @@ def test_updated_buffers_add_their_values_from_before():
     before = norm.running_mean.nbytes * 2 + norm.num_batches_tracked.nbytes
     assert live_bytes(lambda: remat(norm)(x)) == x.nbytes + before
     assert norm.num_batches_tracked == 2
-
-
-def test_with_nothing_to_differentiate_nothing_is_kept():
-    with torch.no_grad():
-        assert live_bytes(lambda: remat(mix)(ROOT, SCALE)) == UNIT
-    assert live_bytes(lambda: remat(mix)(SCALE, SCALE)) == UNIT
-    assert live_bytes(lambda: remat(mix)(ROOT, SCALE)) < live_bytes(
-        lambda: mix(ROOT, SCALE)
-    )

@@ -212,18 +212,6 @@ def test_the_operations_before_the_difference_are_few():
     assert now == ["sin", "sin", "tanh"]
 
 
-def test_an_operation_of_the_users_in_a_helper_shows_the_helper():
-    def helper(x):
-        return x.tanh() if runs() else x.exp()
-
-    def fn(x):
-        return helper(x.sin()) * 2
-
-    text = str(error_of(fn, prune=True))
-    assert re.search(rf"aten\.exp\.default  # .*{HERE}:\d+, in helper", text)
-    assert re.search(rf"aten\.sin\.default  # .*{HERE}:\d+, in fn", text)
-
-
 def test_a_layer_of_torch_shows_the_line_that_calls_it():
     def fn(x):
         x = torch.nn.functional.layer_norm(x, (4,))

@@ -30,47 +30,6 @@ def test_a_view_that_only_flips_a_bit_keeps_its_value(view):
     assert torch.equal(y[0], view(x))
 
 
-def sines_of(make, x):
-    """A program of a function that `make(wrap)` makes."""
-
-    def program(wrap):
-        leaf = x.detach().clone().requires_grad_()
-        y = make(wrap)(leaf * 1)
-        y.sum().backward()
-        return y.detach(), leaf.grad
-
-    return program
-
-
-def twice(x):
-    y = x.sin().sin()
-    return y, y.view(-1)
-
-
-def shared(wrap):
-    def fn(x):
-        a, b = wrap(twice)(x)
-        assert a.data_ptr() == b.data_ptr()
-        a.mul_(2)
-        return a + b * b
-
-    return fn
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda wrap: lambda z: wrap(torch.real)(z).mul_(2),
-        lambda wrap: lambda z: wrap(torch.view_as_real)(z).mul_(2),
-        shared,
-    ],
-)
-def test_a_result_of_one_node_that_is_a_view_may_not_be_changed(change):
-    z = torch.ones(3, dtype=torch.cfloat)
-    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
-        sines_of(change, z)(partial(remat, higher_order=True))
-
-
 # --- Tensors that leave, or are kept, other than by being returned ---
 
 

@@ -76,34 +76,6 @@ TRANSFORMS = {
 }
 
 
-def test_a_variable_that_threads_share_is_itself_below_a_level():
-    """The one thread stops in its forward until the other has run."""
-    w, seen, first = torch.randn(8), [], threading.Event()
-    second = threading.Event()
-
-    def fn(x):
-        seen.append(torch._C._functorch.is_functorch_wrapped_tensor(w))
-        if threading.current_thread().name == "waits" and not first.is_set():
-            first.set()
-            assert second.wait(timeout=60)
-        return (x * w).sin().exp()
-
-    transform = vmap(grad(lambda x: remat(fn)(x).pow(2).sum()))
-    x = torch.randn(4, 8)
-    results = []
-    waits = threading.Thread(target=lambda: results.append(transform(x)), name="waits")
-    waits.start()
-    assert first.wait(timeout=60)
-    with count_ops() as ops:
-        results.append(transform(x))
-    second.set()
-    waits.join()
-    want = vmap(grad(lambda x: (x * w).sin().exp().pow(2).sum()))(x)
-    assert_same(results, [want, want])
-    assert ops["sin"] == 2
-    assert seen == [False] * 2  # those of the forwards
-
-
 @pytest.mark.parametrize("threads", [2, 4])
 def test_the_same_module_in_several_threads(threads):
     block = Block()

@@ -146,14 +146,6 @@ def test_a_policy_of_operations_may_be_made_inside():
     check(inside(POLICIES["operations"][0]), "backward", 0, 0)
 
 
-FEW = {k: POLICIES[k] for k in ("dots", "everything", "a name", "a union")}
-
-
-@rows("policy, tanh, products", FEW, fast=["a name"])
-def test_a_policy_is_followed_under_grad(policy, tanh, products):
-    check(outside(policy), "grad", tanh, products)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("transform", ["grad", "vmap_grad", "vjp"])
 @rows("policy, tanh, products", MADE_INSIDE)
