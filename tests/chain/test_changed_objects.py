@@ -294,28 +294,6 @@ def test_a_while_loop_that_logs(checkpoints):
     assert ran > plain
 
 
-@pytest.mark.parametrize("options", [{"segments": 2}, {"checkpoints": 2}])
-def test_a_layer_that_is_called_several_times(options):
-    def run(call):
-        layer, x = Layer(), V.clone().requires_grad_()
-        out = call([layer] * 5, x).sum()
-        return torch.autograd.grad(out, [x, layer.weight]), layer.calls
-
-    def plainly(layers, x):
-        for layer in layers:
-            x = layer(x)
-        return x
-
-    def chained(layers, x):
-        return chain.sequential(layers, x, **options)
-
-    (found, calls), ran = counted(run, chained)
-    (expected, plain_calls), plain = counted(run, plainly)
-    assert calls == plain_calls == 5
-    assert_close(found, expected)
-    assert ran > plain
-
-
 # --- What cannot be put back --------------------------------------------------------
 
 

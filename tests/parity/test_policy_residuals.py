@@ -3,13 +3,10 @@
 Numbers and letters are those of `test_policy_savings.py`.
 """
 
-from functools import partial
-
 import pytest
 import torch
 from support.policies import MATRIX, assert_runs, points, settled
 from support.transforms import some
-from support.zoo import plainly
 from torch.func import jvp
 
 from remat import checkpoint_name, remat, saved_residuals
@@ -30,7 +27,7 @@ from remat.policies import (
     save_only_these_names,
     save_smaller_than,
 )
-from remat.testing import assert_same, live_bytes
+from remat.testing import assert_same
 
 
 aten = torch.ops.aten
@@ -74,45 +71,6 @@ def test_as_many_values_are_kept_as_names_that_may_be_saved(by, names):
     assert settled(fn, points(3)) == [f"named '{name}'" for name in kept]
     assert [r.nbytes for r in saved_residuals(fn, points(3))] == [24] * len(kept)
     assert_runs(fn, constants, points(3), full=4 - len(kept))
-
-
-# --- 54, d8: nested, and what is kept of it ---
-
-
-def test_only_the_named_value_is_kept_across_nested_calls():
-    """54: two calls read it, and it is there once."""
-
-    def nested(wrap, x):
-        def inner(y):
-            return y.sin().sin()
-
-        def outer(x):
-            y = checkpoint_name(x.exp(), "y")
-            return wrap(inner)(y) + wrap(inner)(2 * y)
-
-        return wrap(outer)(x)
-
-    wrap = partial(remat, policy=save_only_these_names("y"), prune=True)
-    fn, plain = partial(nested, wrap), partial(nested, plainly)
-    assert_runs(fn, plain, points(3), exp=0)
-    # The constant is the number 2, which torch saves past hooks: 8 bytes.
-    assert settled(fn, points(3)) == ["from a constant", "named 'y'"]
-
-
-def test_a_result_that_is_also_an_output_is_kept_once():
-    """`Remat3Test`: what the graph around keeps is not kept again."""
-
-    def fn(x):
-        y = checkpoint_name(x.exp(), "y")
-        return y, y.sin()
-
-    def live(wrap):
-        x = torch.linspace(0, 1, 1 << 12).requires_grad_()
-        return live_bytes(lambda: wrap(fn)(x)) // (4 << 12)
-
-    wrap = partial(remat, policy=save_only_these_names("y"))
-    assert live(wrap) == 2
-    assert_runs(lambda x: sum(wrap(fn)(x)), lambda x: sum(fn(x)), points(3), exp=0)
 
 
 # --- d5, d6: policies that combine, and products of others ---

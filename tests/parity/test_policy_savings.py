@@ -13,7 +13,6 @@ import torch
 from support.policies import (
     BATCH,
     MATRIX,
-    assert_runs,
     chain_of_three,
     points,
     run,
@@ -30,61 +29,12 @@ from remat import checkpoint_name, remat, saved_residuals
 from remat._partial.cache import CACHES
 from remat.policies import (
     dots_saveable,
-    everything_saveable,
     save_only_these_names,
-    save_ops,
 )
 from remat.testing import assert_same, count_ops, live_bytes
 
 
 aten = torch.ops.aten
-save_sin = save_ops(aten.sin)
-
-# --- 26, 27: which values are saved ---
-
-
-def square(x):
-    return x * x
-
-
-class SinWithCos(Function):
-    """A sine that makes its coefficient in the forward, for a policy to save."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x.sin(), checkpoint_name(x.cos(), "cos")
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(output[1])
-        ctx.mark_non_differentiable(output[1])
-
-    @staticmethod
-    def backward(ctx, cotangent, _):
-        return cotangent * ctx.saved_tensors[0]
-
-
-@pytest.mark.parametrize(
-    ("policy", "sines", "cosines"),
-    [
-        (save_only_these_names("cos"), 1, 0),
-        (save_only_these_names("cos") | save_sin, 0, 0),
-        (None, 1, 2),
-        (everything_saveable, 0, 0),
-        (save_sin, 0, 2),
-    ],
-    ids=["cos", "both", "None", "everything", "sin"],
-)
-def test_a_coefficient_named_in_a_custom_rule_is_saved(policy, sines, cosines):
-    """27, and `Remat3Test`: by the name that the forward of a custom rule gives it."""
-
-    def plain(x):
-        return SinWithCos.apply(square(SinWithCos.apply(x)[0]))[0]
-
-    fn = remat(plain, policy=policy, prune=True)
-    assert_runs(fn, plain, points(3), sin=sines, cos=cosines)
 
 
 # --- When and how a policy is asked, what it is told, what is refused ---

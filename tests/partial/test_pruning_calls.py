@@ -179,22 +179,8 @@ def packed(context):
     return fn
 
 
-def in_a_list():
-    box = []
-
-    def pack(t):
-        box.append(t)
-        return len(box) - 1
-
-    return saved_tensors_hooks(pack, lambda k: box[k])
-
-
 def as_numpy():
     return saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy)
-
-
-def halved():
-    return saved_tensors_hooks(lambda t: t.detach() * 0.5, lambda t: t * 2)
 
 
 def lossily():
@@ -203,11 +189,7 @@ def lossily():
 
 SAVED = {
     "checkpoint_inside": checkpointed(),
-    "checkpoint_selective": checkpointed(context_fn=selective),
-    "saved_on_cpu": packed(save_on_cpu),
-    "packed_in_a_list": packed(in_a_list),
     "packed_as_numpy": packed(as_numpy),
-    "packed_halved": packed(halved),
     "packed_lossily": packed(lossily),
 }
 
@@ -263,21 +245,6 @@ hessian: dead_end(func.hessian(lambda v: (v @ w).sin().sum())(x[0]) * x)
 functional_call: y = func.functional_call(LINEAR, {"weight": w}, (x.sin(),))
     dead_end(y.exp())
 """
-# Which torch.func refuses in plain code.
-INFERENCE = """
-inference_mode: with torch.inference_mode(): scale = float((x @ w).tanh().sum())
-    dead_end((x * scale * w).sin().exp())
-"""
-AT_BASE = """
-grad: u = torch.tanh(x @ w)
-    (g,) = torch.autograd.grad(u.sum(), x, create_graph=True); dead_end(g * u)
-grad of a leaf: leaf = x.detach().requires_grad_()
-    (g,) = torch.autograd.grad(torch.tanh(leaf @ w.detach()).sum(), leaf)
-    dead_end(x * g * w)
-grad that accumulates: h = x * 1; u = torch.tanh(h @ w) * h + h.sin() + h.exp()
-    (g,) = torch.autograd.grad(u.sum(), h, retain_graph=True)
-    dead_end((g * w).exp() * u)
-"""
 
 
 @pytest.mark.one_in(2)
@@ -285,9 +252,3 @@ grad that accumulates: h = x * 1; u = torch.tanh(h @ w) * h + h.sin() + h.exp()
 @each_case(written(MODES, globals(), pruned=True), written(DERIVATIVES, globals()))
 def test_a_mode_or_a_derivative_inside(case, policy, way):
     case.check(policy, way)
-
-
-@each_policy
-@each_case(written(INFERENCE, globals(), pruned=True), written(AT_BASE, globals()))
-def test_a_mode_or_a_derivative_inside_that_torch_func_refuses(case, policy):
-    case.check(policy)

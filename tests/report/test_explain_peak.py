@@ -1,9 +1,11 @@
 """`explain` of a loss: what holds the peak of a step, to the byte, and what to do."""
 
+import functools
 import re
 
 import pytest
 import torch
+from support.fitted import Decoder, Lm
 from support.kept import total
 from support.tables import crossed, rows
 from support.zoo import make
@@ -263,40 +265,8 @@ VOCABULARY, WIDTH, BATCH, LENGTH = 2000, 16, 4, 64
 LOGITS = 4 * BATCH * LENGTH * VOCABULARY
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x):
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
-
-
-class Decoder(nn.Module):
-    """Written as those of Hugging Face: it returns a loss if it is given labels."""
-
-    def __init__(self, wrap=lambda layer: layer):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.wrap = wrap
-
-    def forward(self, tokens, labels=None):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = self.wrap(layer)(x)
-        logits = self.head(x)
-        if labels is None:
-            return {"logits": logits}
-        flat = logits.view(-1, VOCABULARY), labels.view(-1)
-        return {"loss": F.cross_entropy(*flat)}
-
-
 def loss_of(model, tokens):
-    return model(tokens, labels=tokens)["loss"]
+    return F.cross_entropy(model(tokens).view(-1, VOCABULARY), tokens.view(-1))
 
 
 def tokens():
@@ -304,19 +274,18 @@ def tokens():
     return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
 
 
-def by_wrapping():
-    return Decoder(ckpt)
+def by_wrapping(model):
+    model.layers = nn.ModuleList(map(ckpt, model.layers))
 
 
-def by_apply():
-    return remat_nn.apply(Decoder(), Layer)
+def by_apply(model):
+    remat_nn.apply(model, Decoder)
 
 
-def by_checkpoint():
-    def wrap(layer):
-        return lambda x: compat.checkpoint(layer, x, use_reentrant=False)
-
-    return Decoder(wrap)
+def by_checkpoint(model):
+    again = functools.partial(compat.checkpoint, use_reentrant=False)
+    for layer in model.layers:
+        layer.forward = functools.partial(again, layer.forward)
 
 
 def passed(model):
@@ -328,12 +297,13 @@ def closed_over(model):
 
 
 @crossed(
-    "make_model, explained",
+    "change, explained",
     [by_wrapping, by_apply, by_checkpoint],
     [passed, closed_over],
 )
-def test_logits(make_model, explained):
-    model = make_model()
+def test_logits(change, explained):
+    model = Lm(4, WIDTH, VOCABULARY)
+    change(model)
     report = explained(model)
     # log_softmax, its cotangent and its gradient; the loss, and what it starts from.
     head = 3 * LOGITS + 4 + 4
