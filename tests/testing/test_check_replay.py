@@ -250,18 +250,6 @@ def difference(fn, *args, **kwargs):
 # --- Python ---
 
 
-def test_a_number_that_changed_is_found():
-    count = in_turn(*range(9))
-
-    def f(x):
-        h = x.sin()
-        return h + count()
-
-    text = difference(f, make(3, seed=1))
-    assert f"Operation 1, aten.add.Tensor at {line_of(f, 2)}, has the " in text
-    assert "has the arguments (_, 1), in the forward (_, 0)" in text
-
-
 def test_another_operation_is_shown_with_both_sequences():
     count = in_turn(*range(9))
 
@@ -287,45 +275,6 @@ def test_another_operation_is_shown_with_both_sequences():
         f"    3: aten.abs.default  {then}",
         f"    4: aten.mul.Tensor  # {line_of(f, 3)}",
     ]
-
-
-@pytest.mark.parametrize(("then", "now"), [(2, 3), (3, 2)], ids=["more", "fewer"])
-def test_more_or_fewer_operations_are_found(then, now):
-    times = in_turn(then, now)
-
-    def f(x):
-        for _ in range(times()):
-            x = x.sin()
-        return x
-
-    text = difference(f, make(3, seed=1))
-    assert f"Operation 2, aten.sin.default at {line_of(f, 2)}, " in text
-    said = "is one more than the forward ran." if now > then else "did not run."
-    assert said in text
-    assert "  > nothing more" in text.splitlines()
-
-
-def test_another_input_of_the_same_operation_is_found():
-    flag = in_turn(True, False)
-
-    def f(x):
-        u, v = x.sin(), x.cos()
-        return (u if flag() else v) * x
-
-    text = difference(f, make(3, seed=1))
-    assert f"Operation 2, aten.mul.Tensor at {line_of(f, 2)}, differs: output 0" in text
-    assert "It reads another tensor." in text
-
-
-def test_another_shape_is_found():
-    size = in_turn(2, 3)
-
-    def f(x):
-        return torch.cat([x] * 2)[: size()].sin()
-
-    text = difference(f, make(4, seed=1))
-    assert "aten.slice.Tensor" in text
-    assert "has the arguments (_, 0, 0, 3), in the forward (_, 0, 0, 2)" in text
 
 
 def test_an_error_in_the_recomputation_alone_is_shown_with_the_first_difference():
@@ -422,12 +371,6 @@ def test_memory_of_a_small_array_of_numpy_is_put_back():
     assert check_replay(adds_to(small), make(3, seed=1)).operations == 3
 
 
-def test_a_sign_of_zero_is_found():
-    sign = in_turn(0.0, -0.0)
-    text = difference(lambda x: x * torch.tensor(sign()), torch.ones(2))
-    assert "differs in 1 of 1 elements, by up to 0." in text
-
-
 library = torch.library.Library("check_replay_test", "FRAGMENT")
 library.define("noisy(Tensor x) -> Tensor")
 library.define("scribble(Tensor(a!) x) -> ()")
@@ -444,56 +387,6 @@ def _noisy(x):
 @torch.library.impl(library, "scribble", "CPU")
 def _scribble(x):
     x[-1] = next(_calls)
-
-
-def test_an_operation_that_gives_other_values_each_time_is_found():
-    def f(x):
-        h = x.sin()
-        with torch.no_grad():
-            h2 = torch.ops.check_replay_test.noisy(h)
-        return (h2 * h).exp()
-
-    text = difference(f, make(4, seed=1))
-    assert f"1, check_replay_test.noisy.default at {line_of(f, 3)}, differs: " in text
-    assert "output 0 (float64[4]) differs in 1 of 4 elements, by up to 1." in text
-    assert "It read the same tensors: the operation itself gives another" in text
-
-
-def test_an_operation_that_writes_other_values_each_time_is_found():
-    def f(x):
-        h = x.exp()
-        with torch.no_grad():
-            torch.ops.check_replay_test.scribble(h[1:])
-        return h.detach() * x
-
-    text = difference(f, make(4, seed=1))
-    assert "check_replay_test.scribble.default" in text
-    assert "what it wrote to (0) (float64[3]) differs in 1 of 3 elements" in text
-
-
-def test_the_smallest_difference_of_a_tensor_is_found():
-    value = in_turn(*torch.tensor([1.0, 1.0 + 2.0**-52], dtype=torch.double))
-    text = difference(lambda x: x * value(), torch.ones(1000).double())
-    assert "differs in 1 of 1 elements, by up to 2.22045e-16." in text
-
-
-SIZES = {
-    "flags": ([True, True], [True, False], "(bool[2]) differs in 1 of 2 elements. It"),
-    "numbers": ([4], [7], "(int64[1]) differs in 1 of 1 elements, by up to 3."),
-    "complex": (
-        [0j],
-        [3 + 4j],
-        "(complex64[1]) differs in 1 of 1 elements, by up to 5.",
-    ),
-    "nan": ([float("nan")], [1.0], "by up to nan"),
-    "shapes": ([1.0], [1.0, 2.0], "is float32[2], where it was float32[1]"),
-}
-
-
-@rows("then, now, message", SIZES)
-def test_the_message_says_how_much_differs(then, now, message):
-    value = in_turn(torch.tensor(then), torch.tensor(now))
-    assert message in difference(lambda x: value() * x, torch.ones(1))
 
 
 def test_a_difference_in_a_call_inside_is_found():
@@ -514,15 +407,106 @@ def test_a_difference_in_a_call_inside_is_found():
     assert f"Operation 2, aten.mul.Tensor at {line_of(inner.__wrapped__, 2)}" in text
 
 
+def noisy_and_read(x):
+    h = x.sin()
+    with torch.no_grad():
+        noise = torch.ops.check_replay_test.noisy(h)
+    return (noise * h).exp()
+
+
+def scribbled_and_read(x):
+    h = x.exp()
+    with torch.no_grad():
+        torch.ops.check_replay_test.scribble(h[1:])
+    return h.detach() * x
+
+
+def caught(x, turn):
+    try:
+        h = x * turn()
+    except RuntimeError:
+        h = x * 1.0
+    return h.exp().sin()
+
+
+def sines(x, turn):
+    for _ in range(turn()):
+        x = x.sin()
+    return x
+
+
+def scaled(x, turn):
+    return x[:1] * torch.tensor(turn())
+
+
+# What `turn` gives in the forward and in the recompute, a function, and what is said.
+DIFFERENCES = {
+    "a number": (
+        *((0, 1), lambda x, turn: x.sin() + turn(), "Operation 1, aten.add.Tensor at"),
+        "has the arguments (_, 1), in the forward (_, 0)",
+    ),
+    "more": (
+        *((2, 3), sines, "Operation 2, aten.sin.default at"),
+        *("is one more than the forward ran.", "  > nothing more\n"),
+    ),
+    "fewer": (
+        *((3, 2), sines, "Operation 2, aten.sin.default at"),
+        *("did not run.", "\n  > nothing more"),
+    ),
+    "another input": (
+        *((0, 1), lambda x, turn: (x.sin(), x.cos())[turn()] * x, "Operation 2, aten."),
+        *("mul.Tensor at", "differs: output 0", "It reads another tensor."),
+    ),
+    "another shape": (
+        *((2, 3), lambda x, turn: torch.cat([x] * 2)[: turn()].sin(), "aten.slice."),
+        "has the arguments (_, 0, 0, 3), in the forward (_, 0, 0, 2)",
+    ),
+    "an operation": (
+        *((), lambda x, turn: noisy_and_read(x), "1, check_replay_test.noisy.default"),
+        "output 0 (float64[4]) differs in 1 of 4 elements, by up to 1.",
+        "It read the same tensors: the operation itself gives another",
+    ),
+    "an operation that writes": (
+        *((), lambda x, turn: scribbled_and_read(x), "test.scribble.default at"),
+        "what it wrote to (0) (float64[3]) differs in 1 of 3 elements",
+    ),
+    "a sign of zero": ((0.0, -0.0), scaled, "differs in 1 of 1 elements, by up to 0."),
+    "the smallest": (
+        torch.tensor([1.0, 1.0 + 2.0**-52], dtype=torch.double),
+        lambda x, turn: x * turn(),
+        "differs in 1 of 1 elements, by up to 2.22045e-16.",
+    ),
+    "flags": (
+        *(([True, True], [True, False]), scaled),
+        "(bool[2]) differs in 1 of 2 elements. It",
+    ),
+    "numbers": (
+        ([4], [7]),
+        scaled,
+        "(int64[1]) differs in 1 of 1 elements, by up to 3.",
+    ),
+    "complex": (
+        *(([0j], [3 + 4j]), scaled),
+        "(complex64[1]) differs in 1 of 1 elements, by up to 5.",
+    ),
+    "nan": (([float("nan")], [1.0]), scaled, "by up to nan"),
+    "shapes": (
+        *(([1.0], [1.0, 2.0]), scaled),
+        "is float32[2], where it was float32[1]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_the_first_difference_is_said_with_its_line(case):
+    values, fn, *said = DIFFERENCES[case]
+    turn = in_turn(*values)
+    text = difference(lambda x: fn(x, turn), make(4, seed=1))
+    assert [each for each in said if each not in text] == []
+    assert f" at {__file__}:" in text
+
+
 def test_only_the_first_difference_is_reported_even_if_the_function_catches_errors():
-    scale = in_turn(1.0, 2.0)
-
-    def f(x):
-        try:
-            h = x * scale()
-        except RuntimeError:
-            h = x * 1.0
-        return h.exp().sin()
-
-    text = difference(f, make(3, seed=1))
+    turn = in_turn(1.0, 2.0)
+    text = difference(lambda x: caught(x, turn), make(3, seed=1))
     assert re.findall(r"Operation \d", text) == ["Operation 0"]
