@@ -16,7 +16,7 @@ from remat._base.context import here
 from remat._partial import budget, solver
 from remat.policies import within
 from remat.policies._within import NO_SCIPY
-from remat.testing import count_ops, peak_bytes
+from remat.testing import count_ops
 
 
 def names(comparison):
@@ -312,54 +312,6 @@ def test_one_policy_is_a_list_of_one(policy):
 
 
 # --- The peak without gradients ---
-
-
-def chain(count, wrap):
-    """Blocks in a row, whose parameters need no gradients."""
-    torch.manual_seed(0)
-    blocks = [Block(64).requires_grad_(False) for _ in range(count)]
-    return lambda x: functools.reduce(lambda x, block: wrap(block)(x), blocks, x)
-
-
-def measured_peak(fn, x):
-    """The peak of a step, with what was there before and is saved."""
-
-    def step():
-        return torch.autograd.grad(fn(x).sum(), x)[0].sum().item()
-
-    for _ in range(2):
-        step()  # the first call records
-    before = {"argument", "captured"}
-    saved = saved_residuals(fn, x)
-    there = [r for r in saved if before & {*r.origin.split()[2:3]}]
-    return peak_bytes(step) + total(there)
-
-
-HIDDEN, INPUT = 256 * 256 * 4, 256 * 64 * 4
-
-
-@crossed("count, policy", [1, 2, 6], ["dots", "everything", "none"])
-def test_the_peak_without_gradients_lacks_only_the_gradients_in_flight(count, policy):
-    """The gradients that an operation of the backward reads and makes, at any depth.
-
-    Of a call in a call one more input of a block is alive, which the inner one reads.
-    """
-    wrap = remat(policy=POLICIES[policy])
-    x = torch.randn(256, 64, requires_grad=True)
-    as_written, plain, none, dots = (
-        *compare(chain(count, wrap), x, policies=[DOTS]).rows,
-    )
-    whole = chain(count, wrap)
-    fns = whole, chain(count, plainly), remat(whole), remat(whole, policy=DOTS)
-    for row, fn in zip((as_written, plain, none, dots), fns, strict=True):
-        missing = measured_peak(fn, x) - row.peak_bytes
-        if row in (as_written, plain):
-            assert missing == 2 * HIDDEN + 8
-        else:
-            assert 0 <= missing <= 2 * HIDDEN + 8 + INPUT
-    if count == 6:
-        is_lower = as_written.peak_bytes < plain.peak_bytes
-        assert is_lower == (policy != "everything")
 
 
 def test_the_peak_without_gradients_is_what_is_saved_and_the_largest_block():

@@ -8,12 +8,12 @@ import functools
 
 import pytest
 import torch
-from support.kept import fresh, measured, origins, total
+from support.kept import fresh, measured, total
 from support.tables import crossed
 from support.zoo import make, plainly
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 from torch.nn.functional import dropout
 from torch.utils._pytree import tree_leaves
 
@@ -174,26 +174,6 @@ def test_what_is_kept(policy):
     assert found == [NUMBER, *arguments("w", "x"), *kept]
 
 
-@pytest.mark.parametrize("policy", [None, policies.everything_saveable], ids=repr)
-def test_a_module_to_the_byte(policy):
-    layers = nn.Linear(SIZE, SIZE), nn.GELU(), nn.LayerNorm(SIZE), nn.Linear(SIZE, 4)
-    module = nn.Sequential(*layers).double()
-    names = [name for name, _ in module.named_parameters()]
-    module.requires_grad_(False)
-    fn = remat(functools.partial(functional_call, module), policy=policy, prune=True)
-
-    def call(x, *params):
-        return fn(dict(zip(names, params, strict=True)), x)
-
-    args = [make(16, SIZE, seed=3), *module.parameters()]
-    args = [t.detach().clone().requires_grad_() for t in args]
-    warmed(call, args)
-    readers = {r.origin: r.readers for r in assert_exact(call, *args)}
-    # What is saved of this weight is its transpose, which is made again.
-    assert readers["from the argument params[0]"] == ("remat(partial)",)
-    assert "native_layer_norm" in readers["from the argument params[2]"]
-
-
 @pytest.mark.parametrize("prune", [True, False], ids=str)
 def test_buffers_and_streams_beside_residuals(prune):
     norm = nn.BatchNorm1d(SIZE).double()
@@ -215,21 +195,6 @@ def test_buffers_and_streams_beside_residuals(prune):
 
 
 dots = remat(network, policy=policies.dots_saveable, prune=True)
-UNDER = {
-    "vmap": lambda w, x, bias: vmap(dots)(
-        w.expand(2, SIZE, SIZE), torch.stack([x, -x]), bias.expand(2, -1, -1)
-    ),
-    "grad": lambda w, x, bias: grad(lambda x: dots(w, x, bias).sum())(x),
-}
-
-
-@pytest.mark.parametrize("transform", UNDER)
-def test_under_a_transform_to_the_byte(transform):
-    call = UNDER[transform]
-    args = [t.detach().requires_grad_() for t in inputs()]
-    warmed(call, args)
-    assert_exact(call, *args)
-    assert "named 'h'" in origins(UNDER["vmap"], *inputs())
 
 
 def test_names_under_vmap_name_the_batch():
