@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 from support import compared
-from torch.autograd import gradcheck, gradgradcheck
 
 from remat import saved_residuals
 from remat.testing import assert_same, count_ops
@@ -40,19 +39,6 @@ def assert_runs(fn, plain, *args, calls=3, **counts):
         actual, _, backward = run(fn, *args)
         assert_same(actual, expected)
         assert {name: backward[name] for name in counts} == counts, call
-
-
-def check_grads(fn, *args, forward=True):
-    """Both orders, both modes, against differences."""
-    args = [x.detach().clone().requires_grad_() for x in args]
-    assert gradcheck(fn, args, check_forward_ad=forward)
-    assert gradgradcheck(fn, args)
-
-
-def dot_sin(x, dot=torch.matmul):
-    for _ in range(3):
-        x = (dot(x, x) * 1e-1).sin()
-    return x
 
 
 def chain_of_three(x):

@@ -24,17 +24,3 @@ class SinByRule(Function):
     @staticmethod
     def jvp(ctx, tangent):
         return tangent * ctx.saved_tensors[0].cos()
-
-
-class TripledSinForFunc(SinByRule):
-    """The wrong one in the style that torch.func takes, and in forward mode too."""
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        (x,) = ctx.saved_tensors
-        return 3 * cotangent * x.cos()
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        (x,) = ctx.saved_tensors
-        return 3 * tangent * x.cos()
