@@ -189,29 +189,6 @@ def test_captured_activations_are_let_go_as_arguments_are():
 # --- Chains and nesting ---
 
 
-def test_a_chain_of_blocks_keeps_what_a_policy_says_and_no_more():
-    weights = [make(4, 4, seed=k) for k in range(4)]
-
-    @remat(prune=True)
-    def block(x, w):
-        return x + torch.tanh(x @ w) * 2
-
-    def chain(x):
-        held = []
-        for w in weights:
-            x = block(x, w)
-            held.append(Held(x))
-        return x, held
-
-    for _ in range(3):
-        scalar(chain(*leaves_of(X))[0]).backward()
-    out, held = chain(*leaves_of(X))
-    # Each block keeps its input, which is the result of the one before.
-    assert [*map(bool, held)] == [True] * 4
-    assert ops_of(lambda: scalar(out).backward())["tanh"] == 4
-    assert [*map(bool, held)] == [False] * 3 + [True]
-
-
 def test_an_outer_call_leaves_out_what_the_inner_one_let_go():
     """Also if it was recorded when the inner call still kept all of its inputs."""
     plain = lambda h, y: 2 * h + y.exp().tanh()
@@ -226,9 +203,6 @@ def test_an_outer_call_leaves_out_what_the_inner_one_let_go():
         counts.append((ops["sinh"], ops["abs"]))
     assert counts[0] == (2, 2)
     assert counts[-1] == (1, 2)
-
-
-# --- Inputs that were let go, or changed, and are read after all ---
 
 
 # --- Mutation between forward and backward ---

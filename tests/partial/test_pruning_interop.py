@@ -85,23 +85,6 @@ def test_a_subclass_sees_functions(policy, kind):
     assert_exact(fn, X, policy=policy, pruned=True)
 
 
-@pytest.mark.parametrize(
-    "kinds", [(Tensor, Doubled), (Doubled, Tensor)], ids=["after", "before"]
-)
-@each_policy
-def test_inputs_are_of_a_subclass_in_some_calls(policy, kinds):
-    fn = lambda x: dead_end((x * 2).sin().exp())
-    ours = remat(fn, policy=policy, prune=True)
-
-    def gradient(fn, kind):
-        x = X.clone().as_subclass(kind).requires_grad_()
-        fn(x).as_subclass(Tensor).square().sum().backward()
-        return x.grad.as_subclass(Tensor)
-
-    for kind in kinds * 4:
-        assert_same(gradient(ours, kind), gradient(fn, kind))
-
-
 @each_policy
 @wraps
 def test_inputs_are_wrappers_in_some_calls(policy):

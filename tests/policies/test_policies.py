@@ -304,20 +304,6 @@ def test_complements_and_differences_obey_their_laws(kind):
 
 
 @kinds
-@pytest.mark.parametrize("decision", ALL)
-def test_nothing_and_everything_are_neutral(decision, kind):
-    p = kind(decision)
-    assert equal(p | nothing, p)
-    assert equal(p & everything, p)
-    assert equal(p | everything, everything)
-    assert equal(p & nothing, nothing)
-    assert equal(p - nothing, p)
-    assert equal(p - everything, nothing)
-    assert equal(p | p, p)
-    assert equal(p & p, p)
-
-
-@kinds
 @pytest.mark.parametrize("to", ["pinned_host", "disk"])
 def test_offloading_moves_what_both_keep_and_drops_nothing(to, kind):
     for decisions in itertools.product(ALL, repeat=2):

@@ -227,22 +227,6 @@ def test_values_without_pruning(policy, case, how):
     assert_same_thrice(ALL[how], case, policy, prune=False)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("policy", [*FEW, "names", "torch"])
-def test_one_record_serves_all_transforms_in_any_order(policy):
-    """A record is of a function and of what it is called on, whoever calls."""
-    fn = remat(layers, policy=POLICIES[policy], prune=True)
-    everything = FIRST | SECOND | FORWARD
-    expected = {how: measured(f, layers)[0] for how, f in everything.items()}
-    for order in (everything, [*everything][::-1], sorted(everything)):
-        for how in order:
-            transform = everything[how]
-            actual, _ = measured(transform, fn)
-            reassociated = is_reassociated(transform)
-            assert_same(actual, expected[how], reassociated=reassociated)
-    assert not any(strikes())
-
-
 @pytest.mark.parametrize(
     ("inner", "outer"),
     [

@@ -381,17 +381,6 @@ def test_a_function_that_runs_its_own_backward_is_a_step():
     assert all(w.grad is None for w in ws)
 
 
-def test_a_training_step_may_return_its_loss():
-    ws, x = example()
-
-    def step():
-        loss = each(ws, x)
-        loss.backward()
-        return loss
-
-    assert holds(explain(step)) == holds(explain(each, ws, x))
-
-
 class Stack(nn.Module):
     def __init__(self, ws):
         super().__init__()
