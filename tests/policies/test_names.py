@@ -8,7 +8,7 @@ from functools import partial
 import optree
 import pytest
 import torch
-from support.pruning import forget_calls
+from support.pruning import forget_calls, written
 from support.transforms import some
 from support.zoo import ops_of
 from torch import nn
@@ -129,81 +129,46 @@ def test_a_name_of_a_view_is_one_of_the_whole_value(kind):
     assert_equal_and_recomputed(fn, X, save("name"), exp=0)
 
 
-def the_result_is_not_used(x):
-    """In JAX, whoever goes on with `y` itself has it recomputed."""
-    y = x.sin()
-    checkpoint_name(y, "name")
-    return y.sin()
-
-
-def a_product_that_was_split_and_moved(x):
-    """As the queries of attention are."""
-    q = (x @ x.mT).view(2, 2, 1).transpose(0, 1)
-    return checkpoint_name(q, "name").exp().sin()
-
-
-def a_copy(x):
-    y = (x @ x.mT).mT.contiguous()
-    return checkpoint_name(y, "name").exp().sin()
-
-
-def a_view_of_a_copy_that_nobody_else_holds(x):
-    """As attention ends: the heads are moved beside one another, which copies."""
-    heads = (x + 1).view(2, 3, 2).transpose(0, 1)
-    return checkpoint_name(heads.flatten(1), "name").exp().sin()
-
-
-def several_values(x):
-    y = checkpoint_name(x.exp(), "name")
-    return checkpoint_name(y.exp(), "name").exp()
-
-
-def an_input(x):
-    return checkpoint_name(x, "name").sin().sin()
-
-
-def a_value_that_is_changed_afterwards(x):
-    y = checkpoint_name(-x, "name")
-    y.mul_(2)
-    return y.sin()
-
-
-def a_value_that_was_changed_before(x):
-    """Several operations made it: none of them alone can be handed over."""
-    y = -x
-    y.mul_(2)
-    return checkpoint_name(y, "name").sin()
-
-
-def a_value_that_no_backward_reads(x):
-    return checkpoint_name(x + 1, "name") * 2.0
-
-
-def any_pytree(x):
-    tree = {"a": x.sin(), "b": [x.cos(), None, 3], "c": Pair(x.exp(), "text")}
-    checkpoint_name(tree, "name")
-    checkpoint_name(State(x.tanh()), "name")
-    return (tree["a"] * tree["b"][0] * tree["c"].left).sin()
-
-
+PROGRAMS = """
+# In JAX, whoever goes on with `y` itself has it recomputed.
+the result is not used: y = x.sin(); checkpoint_name(y, "name"); y.sin()
+# As the queries of attention are.
+a product that was split and moved: q = (x @ x.mT).view(2, 2, 1).transpose(0, 1)
+    checkpoint_name(q, "name").exp().sin()
+a copy: y = (x @ x.mT).mT.contiguous(); checkpoint_name(y, "name").exp().sin()
+# As attention ends: the heads are moved beside one another, which copies.
+a view of a copy that nobody holds: heads = (x + 1).view(2, 3, 2).transpose(0, 1)
+    checkpoint_name(heads.flatten(1), "name").exp().sin()
+several values: y = checkpoint_name(x.exp(), "name")
+    checkpoint_name(y.exp(), "name").exp()
+an input: checkpoint_name(x, "name").sin().sin()
+changed afterwards: y = checkpoint_name(-x, "name"); y.mul_(2); y.sin()
+# Several operations made it: none of them alone can be handed over.
+changed before: y = -x; y.mul_(2); checkpoint_name(y, "name").sin()
+that no backward reads: checkpoint_name(x + 1, "name") * 2.0
+any pytree: tree = {"a": x.sin(), "b": [x.cos(), None, 3], "c": Pair(x.exp(), "text")}
+    checkpoint_name(tree, "name"); checkpoint_name(State(x.tanh()), "name")
+    (tree["a"] * tree["b"][0] * tree["c"].left).sin()
+"""
+PROGRAMS = written(PROGRAMS, globals())
 # The shapes of what is kept, and what is recomputed.
 NAMED = {
-    the_result_is_not_used: ([(2, 6)], {"sin": 0}),
-    a_product_that_was_split_and_moved: ([(2, 2)], {"mm": 0, "exp": 1}),
-    a_copy: ([(2, 2)], {"mm": 0, "clone": 0}),
-    a_view_of_a_copy_that_nobody_else_holds: ([(3, 2, 2)], {"add": 0, "clone": 0}),
-    several_values: ([(2, 6)] * 2, {"exp": 1}),
-    an_input: ([], {"sin": 1}),
-    a_value_that_is_changed_afterwards: ([], {"neg": 1, "mul_": 1}),
-    a_value_that_was_changed_before: ([], {"neg": 1, "mul_": 1}),
-    a_value_that_no_backward_reads: ([], {}),
-    any_pytree: ([(2, 6)] * 3, {}),
+    "the result is not used": ([(2, 6)], {"sin": 0}),
+    "a product that was split and moved": ([(2, 2)], {"mm": 0, "exp": 1}),
+    "a copy": ([(2, 2)], {"mm": 0, "clone": 0}),
+    "a view of a copy that nobody holds": ([(3, 2, 2)], {"add": 0, "clone": 0}),
+    "several values": ([(2, 6)] * 2, {"exp": 1}),
+    "an input": ([], {"sin": 1}),
+    "changed afterwards": ([], {"neg": 1, "mul_": 1}),
+    "changed before": ([], {"neg": 1, "mul_": 1}),
+    "that no backward reads": ([], {}),
+    "any pytree": ([(2, 6)] * 3, {}),
 }
 
 
-@pytest.mark.parametrize("fn", NAMED, ids=lambda fn: fn.__name__)
-def test_a_policy_keeps_the_named_value_if_it_can(fn):
-    shapes, recomputed = NAMED[fn]
+@pytest.mark.parametrize("name", NAMED)
+def test_a_policy_keeps_the_named_value_if_it_can(name):
+    fn, (shapes, recomputed) = PROGRAMS[name].fn, NAMED[name]
     assert named(fn, X) == [("named 'name'", shape) for shape in shapes]
     assert_equal_and_recomputed(fn, X, save("name"), **recomputed)
 
