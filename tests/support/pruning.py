@@ -206,13 +206,14 @@ class Case:
 def written(text: str, scope: dict[str, Any], **options: Any) -> dict[str, Case]:
     """A table of functions that are text: a line is a name, a colon and a body.
 
-    A body may go on in indented lines. Its last expression is what is returned. It has
-    the arguments `x` and `w` if it says `w`, or `x` alone, and those in `arguments`.
+    A body may go on in indented lines, and its last expression is what is returned. A
+    function has the arguments `x` and `w` if it says `w`, else `x` alone. A line that
+    begins with `#` is a comment.
 
     Args:
         text: the table.
         scope: the globals of the functions.
-        **options: of the runner.
+        **options: of the runner; and `arguments`, the names of more of them.
     """
     functions, more = {}, options.pop("arguments", ())
     for row in re.split(r"\n(?=\S)", text.strip()):
