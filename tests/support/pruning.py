@@ -228,6 +228,7 @@ def written(text: str, scope: dict[str, Any], **options: Any) -> dict[str, Case]
         found: dict[str, Any] = {}
         code = compile(ast.fix_missing_locations(tree), f"<{name}>", "exec")
         exec(code, scope, found)
+        assert name not in functions, f"two functions are named {name}"
         functions[name] = found["fn"]
     return cases_of(functions, **options)
 
@@ -240,6 +241,7 @@ def cases_of(functions: Mapping[str, Any], **options: Any) -> dict[str, Case]:
 def each_case(*tables: dict[str, Case]) -> pytest.MarkDecorator:
     """Parametrizes a test over all the cases of some tables."""
     cases = {name: case for table in tables for name, case in table.items()}
+    assert len(cases) == sum(map(len, tables)), "two cases have one name"
     return pytest.mark.parametrize("case", cases.values(), ids=cases)
 
 
