@@ -36,6 +36,7 @@ from remat._torch.autograd import (
 from remat._torch.batches import Wrapping, unwrapped
 from remat._torch.levels import SingleLevelFunction, below_all_levels, is_of_torch_func
 from remat._torch.modes import undisturbed
+from remat._torch.tensors import EMPTY
 
 
 SMALL = 2**12  # bytes: what is smaller stays
@@ -276,7 +277,7 @@ class _OfLevel(NamedTuple):
 
     def __call__(self) -> Tensor:
         is_dead = self.wrapping.is_dead  # then `read` asks what is below
-        return _NOTHING if is_dead else self.wrapping.wrap(self.below())
+        return EMPTY if is_dead else self.wrapping.wrap(self.below())
 
 
 class _Carrier(SingleLevelFunction):
@@ -288,10 +289,7 @@ class _Carrier(SingleLevelFunction):
         ctx: Any, tensor: Tensor
     ) -> Tensor:
         ctx.save_for_backward(tensor)
-        return _NOTHING.detach()
-
-
-_NOTHING = torch.empty(0)
+        return EMPTY.detach()
 
 
 def _packed(away: InputsAway, again: bool, tensor: Tensor) -> Any:

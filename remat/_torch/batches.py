@@ -7,7 +7,6 @@ arguments in both places. Rejected: the numbers of levels. A backward has others
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch._C._functorch import (
     _add_batch_dim,
@@ -22,6 +21,7 @@ from torch._C._functorch import (
 from torch._functorch.vmap import unwrap_batched, wrap_batched
 
 from remat._torch.levels import VMAP, Flat, kind_of, unwrap_dead
+from remat._torch.tensors import EMPTY
 
 
 # Deleted by: a public stack of the transforms that are active.
@@ -83,8 +83,8 @@ class Wrapping(NamedTuple):
     def of(cls, tensor: Tensor) -> "Wrapping":
         level = maybe_get_level(tensor)
         if is_batchedtensor(tensor):
-            return cls(level, maybe_get_bdim(tensor), _EMPTY)
-        return cls(level, None, _wrap_for_grad(_EMPTY, level))
+            return cls(level, maybe_get_bdim(tensor), EMPTY)
+        return cls(level, None, _wrap_for_grad(EMPTY, level))
 
     @property
     def is_dead(self) -> bool:
@@ -96,6 +96,3 @@ class Wrapping(NamedTuple):
         if self.dim is not None:
             return _add_batch_dim(tensor, self.dim, self.level)
         return _wrap_for_grad(tensor, self.level)
-
-
-_EMPTY = torch.empty(0)

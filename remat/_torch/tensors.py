@@ -41,6 +41,11 @@ from remat._torch.tracing import eager_only
 
 T = TypeVar("T")
 
+# Made as remat is imported. Made later they could be operations of a user's call, whose
+# record they would be in, or of another device.
+EMPTY = torch.empty(0, device="cpu")
+EMPTY_LEAF = torch.empty(0, device="cpu", requires_grad=True)
+
 # Deleted by: a public fake tensor that needs no mode.
 tensor_without_data: Callable[..., Any] = Tensor._make_wrapper_subclass
 

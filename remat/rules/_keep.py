@@ -38,6 +38,7 @@ from remat._torch.autograd import base_dual_level_active
 from remat._torch.levels import current_layer
 from remat._torch.modes import dispatch_modes
 from remat._torch.process import answer_calls, read_settings
+from remat._torch.tensors import EMPTY_LEAF
 from remat._torch.tracing import must_inline
 from remat._transform.call import Call
 from remat._transform.function import evaluate_differentiably
@@ -221,13 +222,10 @@ def _in_place(
         # What hooks gave back may be changed in place in this recompute.
         values = [v.clone() for v in values]
     if torch.is_grad_enabled() and True in needs:
-        values = InPlace.apply((place, needs, values), _TOKEN, *given)
+        # A leaf, so that there is a node if only what it closed over requires grad.
+        values = InPlace.apply((place, needs, values), EMPTY_LEAF, *given)
     each = iter(values)
     return (frame.filled([next(each) if k is None else given[k] for k in found]),)
-
-
-# So that there is a node, also if only what the call closed over requires grad.
-_TOKEN = torch.empty(0, requires_grad=True)
 
 
 class InPlace(torch.autograd.Function):

@@ -112,6 +112,19 @@ ROOM = "from remat import nn"
 CALL = "remat.remat(torch.sin)(torch.ones(2, requires_grad=True)).sum().backward()"
 STAR = "from remat import *; import remat; print({*dir(remat)} - {*globals()})"
 WRONG = "import remat\ntry: remat.fits\nexcept AttributeError as e: print(e)"
+# An operation would be in the record of the call that is the first to use a room.
+UNSEEN = """
+import importlib, pkgutil, remat
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Refusing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, *_):
+        raise AssertionError(func)
+
+with Refusing():
+    for each in pkgutil.walk_packages(remat.__path__, "remat."):
+        importlib.import_module(each.name)
+"""
 # Each in a copy of a process that has imported torch and optree, and nothing of remat.
 EACH = """
 import json, os, sys, torch, optree
@@ -130,10 +143,10 @@ copied = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are copie
 @pytest.fixture(scope="module")
 def after():
     """What each statement prints, and the modules of remat that it loads."""
-    codes = [NOTHING, FUNCTION, ROOM, f"import remat; {CALL}", STAR, WRONG]
+    codes = [NOTHING, FUNCTION, ROOM, f"import remat; {CALL}", STAR, WRONG, UNSEEN]
     room, found = iter(run(EACH, json.dumps(codes)).splitlines()), {}
     for name, code in zip(
-        (NOTHING, FUNCTION, ROOM, CALL, STAR, WRONG), codes, strict=True
+        (NOTHING, FUNCTION, ROOM, CALL, STAR, WRONG, UNSEEN), codes, strict=True
     ):
         said = next(room) if code in (STAR, WRONG) else ""
         found[name] = said, {*json.loads(next(room))}
@@ -196,6 +209,11 @@ def test_all_names_are_listed_and_are_what_their_modules_have():
         names = dir(module)
         assert names == sorted({*names})
         assert {*names} <= {name for name in names if hasattr(module, name)}
+
+
+@copied
+def test_what_is_imported_later_runs_no_operation(after):
+    assert "remat.rules._keep" in after[UNSEEN][1] - after[NOTHING][1]
 
 
 @copied
