@@ -15,7 +15,7 @@ import torch
 
 from remat._offload import offload as _offload
 from remat._partial import decide as _decide
-from remat._partial.cache import CACHES
+from remat._partial.decide import CACHES
 
 
 # The search for doctests would import its modules a second time, by other names, and

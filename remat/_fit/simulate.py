@@ -26,7 +26,7 @@ from remat._base import pytree
 from remat._base.context import is_recomputing
 from remat._base.errors import CaptureError, RematError
 from remat._fit.meter import Meter, MissingValueError
-from remat._partial.cache import CACHES
+from remat._partial.decide import CACHES
 from remat._report.inputs import one_by_one, streams_kept, tensors_in
 from remat._report.timeline import without_collections
 from remat._torch.autograd import tells_of

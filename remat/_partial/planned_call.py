@@ -27,8 +27,7 @@ from remat._base.context import here
 from remat._base.errors import MutationError, RecomputeError
 from remat._graph.handles import CHANGED, OFFLOAD, Handle, Offloaded, Residual, store
 from remat._offload.offload import Fetched, Origin, origin_of
-from remat._partial.cache import CallCache
-from remat._partial.decide import ACCUMULATES, plan_recorded
+from remat._partial.decide import ACCUMULATES, CallCache, plan_recorded
 from remat._partial.follow import DIFFERENT, Check, Collect
 from remat._partial.options import Prune
 from remat._partial.recorder import Recorder, tell_recorders

@@ -30,7 +30,7 @@ from remat._base.operators import Observer
 from remat._base.source import user_line
 from remat._base.tensors import describe_meta, parts
 from remat._base.types import CONSTANTS, Fn
-from remat._partial.cache import CACHES
+from remat._partial.decide import CACHES
 from remat._partial.effects import written_by
 from remat._partial.values import Storages
 from remat._reach.reach import Reach

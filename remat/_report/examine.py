@@ -26,9 +26,8 @@ from remat._base.errors import name_in
 from remat._base.tensors import parts
 from remat._base.types import Fn
 from remat._graph.graph import handles_at, nodes_of
-from remat._partial.cache import owner_of
 from remat._partial.candidates import moves
-from remat._partial.decide import ACCUMULATES
+from remat._partial.decide import ACCUMULATES, owner_of
 from remat._partial.options import Options
 from remat._partial.plan import Fate, Record
 from remat._partial.recorder import Recorder

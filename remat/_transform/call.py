@@ -30,13 +30,13 @@ from remat._base.types import Fn, Outputs
 from remat._base.warned import warn
 from remat._graph.graph import NOT_LIFTED, edge_of, edges_behind
 from remat._offload.inputs import Offloading
-from remat._partial.cache import CallKind, metas_of, owner_of
 from remat._partial.decide import (
+    CallKind,
     Situation,
+    cache_of,
     has_no_reason,
-    is_refused,
-    warn_if_asked,
-    why_no_record,
+    metas_of,
+    owner_of,
 )
 from remat._partial.options import DEFAULT, Options
 from remat._partial.planned_call import SavedInNode
@@ -248,14 +248,13 @@ class Call:
             elements=elements,
             asks_for_views="_is_view" in self.reach.asks,
         )
-        why = why_no_record(policy, prune, situation)
-        warn_if_asked(policy, prune, situation, label, why)
-        if why:
-            return None
-        signature = program.signature
-        rest = (*signature, *request.needs, state.ambient.key)
-        cache = CallKind(rest, metas_of(inputs)).cache(policy, prune, self.owner)
-        if is_refused(cache, signature, policy, prune, label):
+
+        def kind() -> CallKind:
+            signature = (*program.signature, *request.needs, state.ambient.key)
+            return CallKind(signature, metas_of(inputs))
+
+        cache = cache_of(situation, kind, policy, prune, self.owner, label)
+        if cache is None:
             return None
         planned = SavedInNode(
             cache=cache,

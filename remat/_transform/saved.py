@@ -37,13 +37,14 @@ from remat._base.tensors import outside_inference_mode, version_of
 from remat._base.types import TENSORS, Fn
 from remat._graph.handles import Handle, PackedOutside, VersionedTensor, unpack
 from remat._offload.inputs import away_hooks
-from remat._partial.cache import CallKind, metas_of, owner_of
 from remat._partial.decide import (
+    CallKind,
     Situation,
-    is_refused,
+    cache_of,
+    metas_of,
+    owner_of,
     warn_if_asked,
     warn_once,
-    why_no_record,
 )
 from remat._partial.options import Options
 from remat._partial.planned_call import SavedInHandles
@@ -213,14 +214,10 @@ class Saved:
             return
         self.index = None if around is None else around.reserve()
         policy, prune = self.policy, self.options.prune
-        situation = self.situation(inputs)
-        why = why_no_record(policy, prune, situation)
-        warn_if_asked(policy, prune, situation, self.label, why)
-        if why:
-            return
-        kind = self.kind(inputs)
-        cache = kind.cache(policy, prune, owner)
-        if not is_refused(cache, kind.signature, policy, prune, self.label):
+        kind = functools.partial(self.kind, inputs)
+        how = policy, prune, owner, self.label
+        cache = cache_of(self.situation(inputs), kind, *how)
+        if cache is not None:
             self.planned = SavedInHandles(
                 cache=cache,
                 policy=policy,

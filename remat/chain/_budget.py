@@ -28,7 +28,7 @@ from remat._base.sizes import Unit, amount_in, in_unit
 from remat._base.types import TENSORS
 from remat._fit.meter import Meter, MissingValueError
 from remat._fit.simulate import isolated
-from remat._partial.cache import CACHES, metas_of
+from remat._partial.decide import CACHES, metas_of
 from remat._report.inputs import streams_kept
 from remat._report.timeline import has_storage
 from remat._torch import levels, modes

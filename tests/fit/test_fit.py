@@ -32,7 +32,7 @@ from support.tables import rows
 from torch import nn
 
 import remat
-from remat._partial.cache import CACHES
+from remat._partial.decide import CACHES
 from remat.testing import assert_same, count_ops, memory_timeline
 
 

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from remat import chain, checkpoint_name, policies, random, remat
-from remat._partial.cache import CACHES
+from remat._partial.decide import CACHES
 from remat.testing import count_ops
 
 

@@ -12,7 +12,7 @@ from torch.func import jvp
 from remat import checkpoint_name, remat, saved_residuals
 from remat._graph import handles as _residual
 from remat._offload import offload as _offload
-from remat._partial.cache import CACHES
+from remat._partial.decide import CACHES
 from remat.policies import (
     Decision,
     dots_saveable,

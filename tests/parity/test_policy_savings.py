@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 )
 
 from remat import checkpoint_name, remat, saved_residuals
-from remat._partial.cache import CACHES
+from remat._partial.decide import CACHES
 from remat.policies import (
     dots_saveable,
     save_only_these_names,

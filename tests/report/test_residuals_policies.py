@@ -24,7 +24,7 @@ from remat import (
     remat,
     saved_residuals,
 )
-from remat._partial.cache import CACHES
+from remat._partial.decide import CACHES
 from remat.policies._functions import public
 from remat.testing import assert_same_gradients, live_bytes
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from remat._partial import decide, names
-from remat._partial.cache import CACHES
+from remat._partial.decide import CACHES
 
 
 FILE = Path(__file__).parents[1] / "whole" / "mistakes.txt"

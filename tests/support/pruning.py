@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from remat import policies, remat
-from remat._partial.cache import CACHES, CallCache
+from remat._partial.decide import CACHES, CallCache
 from remat.testing import assert_same, count_ops
 
 

@@ -18,7 +18,7 @@ from support.adversarial.observed import observed
 from support.adversarial.program import EVALUATIONS, PROGRAMS, Program
 
 from remat import RematError
-from remat._partial.cache import CACHES
+from remat._partial.decide import CACHES
 
 
 class Outcome(NamedTuple):
