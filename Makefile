@@ -61,7 +61,7 @@ SLOW := ambient/test_streams.py chain/test_compiled.py chain/test_counts.py \
 	transform/test_adversarial.py transform/test_every_transform.py transform/test_api.py \
 	transform/test_compile.py transform/test_tracebacks.py \
 	transform/test_type_checkers.py transform/test_import.py \
-	transform/test_kept_tensors.py transform/test_growth.py transform/test_orders.py \
+	transform/test_growth.py transform/test_orders.py \
 	reach/test_module_changes.py chain/test_disk.py chain/test_surroundings.py \
 	nn/test_applied.py parity/test_interpreter.py parity/test_policy_savings.py \
 	random/test_random_bind.py random/test_random_stream_ops.py \

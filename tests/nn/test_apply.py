@@ -134,21 +134,6 @@ def test_one_policy_for_all(policy):
 # --- The model stays what it is ---
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        lambda m: [*m.state_dict()],
-        lambda m: [n for n, _ in m.named_parameters()],
-        lambda m: [(n, type(c).__name__) for n, c in m.named_modules()],
-    ],
-    ids=["state_dict", "parameters", "modules"],
-)
-def test_names_are_those_without_it(names):
-    model = applied([Block, Other])
-    assert names(model) == names(model_of())
-    assert counted(model) == (6, 2)
-
-
 def test_it_returns_the_model_and_its_blocks_stay_the_objects_they_are():
     model = model_of()
     layers = [*model.layers]

@@ -156,10 +156,16 @@ def test_the_run_that_ends_first_hands_on_what_was_before():
 
 # --- Modules that are gone ---
 
+
+def code_of_the_users(op):
+    return op.func is torch.ops.aten.mm.default
+
+
 RECOMPUTED = {
     "view": remat,
     "view, pruned": remat(prune=True),
     "view with a policy": remat(policy=policies.dots_saveable),
+    "view with a function": remat(policy=code_of_the_users),
     "view of a view": lambda module: remat(remat(module, prune=False)),
     "in place": lambda module: apply(nn.Sequential(module), Counting)[0],
 }
@@ -189,23 +195,6 @@ def test_a_recomputed_module_in_a_variable_is_made_again_with_its_class(
     assert ops["tanh"] == 2
     loss, *inputs = gradients(lambda fn: fn)
     assert_same(actual, torch.autograd.grad(loss, inputs))
-
-
-def code_of_the_users(op):
-    return op.func is torch.ops.aten.mm.default
-
-
-def test_a_view_that_is_gone_is_made_again_with_its_policy():
-    def loss_of(wrap):
-        torch.manual_seed(0)
-        view, x = wrap(Counting(), code_of_the_users), torch.ones(2, 4).requires_grad_()
-        return wrap(lambda x: view(x).tanh(), None)(x).sum(), x
-
-    losses = [loss_of(lambda fn, policy: remat(fn, policy=policy))]
-    losses.append(loss_of(lambda fn, _: fn))
-    gc.collect()
-    found, want = (torch.autograd.grad(*each) for each in losses)
-    assert_same(found, want)
 
 
 def test_a_layout_holds_no_policy():

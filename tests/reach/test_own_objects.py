@@ -10,8 +10,9 @@ import weakref
 from fractions import Fraction
 
 import pytest
+import torch
 from support.adversarial.program import State
-from support.runs import configurations, leaf
+from support.runs import configurations, leaf, replayed
 from support.tables import rows
 from support.zoo import ops_of
 from torch import nn
@@ -165,3 +166,31 @@ def test_a_graph_that_is_dropped_frees_what_a_local_class_kept():
 class Curve(nn.Module):
     def forward(self, x):
         return curve(x, 2.0)
+
+
+# --- Sets, whose order is Python's ---
+
+
+@replayed(sin=(1, 2))
+def test_a_set_that_a_forward_adds_to_holds_what_it_held(wrap):
+    found, x = {3, 4, 5}, leaf()
+
+    def fn(x):
+        found.update(range(1000))
+        return curve(x, 1 + (sum(found) - 1e5) / 4e5)
+
+    y = wrap(fn)(x).sum()
+    return torch.autograd.grad(y, x), len(found)
+
+
+@pytest.mark.parametrize("count", [3, 70])
+@replayed(sin=(1, 2))
+def test_a_set_that_a_forward_empties_is_filled_again(wrap, count):
+    todo, x = {f"name {k}" for k in range(count)}, leaf()
+
+    def fn(x):
+        names = [todo.pop() for _ in range(count)]
+        return curve(x, 1 + sum(int(name.split()[1]) for name in names))
+
+    y = wrap(fn)(x).sum()
+    return torch.autograd.grad(y, x), len(todo)

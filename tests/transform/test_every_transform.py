@@ -129,13 +129,6 @@ def test_a_derivative_may_be_wrapped(how, case):
     )
 
 
-@crossed("how, case", ["grad_0", "vmap_grad"], ZOO)
-def test_a_whole_loss_may_be_wrapped(case, how):
-    fn, call = ZOO[case]
-    loss = lambda w, x: scalar(call(fn, w, x))
-    assert_rematerialized(lambda f: EVERY[how](f, W, X), loss, evaluations=2)
-
-
 def apply(depth, wrap, fn):
     for _ in range(depth):
         fn = wrap(fn)

@@ -22,6 +22,7 @@ from torch.func import grad, vjp, vmap
 from torch.nn import functional as F  # noqa: N812
 
 from remat import CaptureError, remat
+from remat._graph import graph
 from remat.testing import assert_same
 
 
@@ -319,3 +320,24 @@ def test_a_call_of_higher_order_between_others_is_given_leaves_as_other_tensors(
 
     got, expected = (vjp(f, A, A.mT)[1](A) for f in (remat(fn), fn))
     assert_same(got, expected)
+
+
+# --- Graphs of others ---
+
+
+def test_graphs_of_others_are_walked_once(monkeypatch):
+    asked = []
+
+    def counted(value, edge_of=graph.edge_of):
+        asked.append(value)
+        return edge_of(value)
+
+    monkeypatch.setattr(graph, "edge_of", counted)
+    leaf, other = (torch.ones(3, requires_grad=True) for _ in range(2))
+    ends, others, chain_of = {graph.edge_of(leaf)}, set(), [other]
+    for _ in range(200):
+        chain_of.append(chain_of[-1].sin())
+    for t in chain_of:
+        assert not graph.leads_to(graph.edge_of(t), ends, others)
+    assert 400 < len(asked) < 800
+    assert graph.leads_to(graph.edge_of((leaf.sin() * other).exp()), ends, others)

@@ -1,5 +1,6 @@
 """Programs whose recompute could be another function: right, or refused."""
 
+import gc
 from collections import OrderedDict, deque
 from functools import partial
 
@@ -254,3 +255,32 @@ def test_a_backward_inside_of_a_call_within_is_recomputed_as_it_was(inner):
     ours, more = gradients(remat(block, policy=inner), around)
     assert_same(ours, plain)
     assert more > once
+
+
+# --- Objects with `__del__`, which may close what others still use ---
+
+
+class Resource:
+    closed: list[bool] = []  # noqa: RUF012
+
+    def __init__(self):
+        self.scale = torch.full((3,), 2.0)
+
+    def __del__(self):
+        Resource.closed.append(hasattr(self, "scale"))
+
+
+def test_a_recompute_finalizes_nothing():
+    """No instance is made of a class, be it to see whether one can be."""
+    Resource.closed.clear()
+    resource, x = Resource(), torch.ones(3, requires_grad=True)
+    with count_ops() as ops:
+        y = remat(lambda x: (x * resource.scale).exp())(x)
+        (got,) = torch.autograd.grad(y.sum(), x)
+    assert ops["exp"] == 2
+    assert torch.equal(got, 2 * (2 * x).exp())
+    gc.collect()
+    assert Resource.closed == []
+    resource = y = None
+    gc.collect()
+    assert Resource.closed == [True]
