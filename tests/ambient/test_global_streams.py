@@ -187,16 +187,6 @@ def test_draws_are_replayed_beside_torchs_checkpoint(beside):
     assert_replayed(program, sin=(2, 3))
 
 
-@replayed(evaluations=(4, 8))
-def test_a_function_that_draws_only_later_is_replayed_then(wrap):
-    training, x = [False], torch.linspace(0, 1, 64).requires_grad_()
-    call = wrap(lambda x: (x.sin() * (random.random() if training[0] else 1)).exp())
-    for _ in range(3):
-        call(x).sum().backward()
-    training[0] = True
-    return torch.autograd.grad(call(x).sum(), x)
-
-
 # --- What is stashed -------------------------------------------------------------
 
 

@@ -11,7 +11,6 @@ import torch
 from support.checkpoints import sin_exp
 from support.compared import leaf, points
 from support.zoo import counted
-from torch import nn
 from torch.func import grad
 from torch.utils import checkpoint as torchs
 
@@ -60,21 +59,6 @@ def test_torchs_functions_are_ours_inside(library):
         assert not is_torchs()
     assert is_torchs()
     assert not is_ours(library.their_name)
-
-
-def test_torchs_own_wrapper_is_reached():
-    wrapper = importlib.import_module(
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-    )
-    with compat.patch():
-        block = wrapper.checkpoint_wrapper(nn.Linear(3, 3))
-    assert wrapper.torch_utils_checkpoint is ORIGINALS[0][0]
-    got = grad(lambda x: block(x).sum())(points(2, 3))
-    want = block.weight.sum(0).expand(2, 3)
-    assert_same(got.detach(), want.detach(), reassociated=True)
-    plain = wrapper.checkpoint_wrapper(nn.Linear(3, 3))
-    with pytest.raises(RuntimeError, match="saved tensor hooks"):
-        grad(lambda x: plain(x).sum())(points(2, 3))
 
 
 IMPORTED = {

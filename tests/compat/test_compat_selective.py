@@ -216,16 +216,6 @@ def test_a_policy_may_have_a_state(checkpoint):
     assert_same(got, gradients(four_products))
 
 
-def test_one_object_is_asked_once_for_calls_of_one_kind():
-    policy = EverySecond()
-    fn = functools.partial(ours, four_products, context_fn=selecting(policy))
-    for _ in range(3):
-        with count_ops() as ops:
-            got = gradients(fn)
-        assert ops["mm"] == 4 + 2 + 8
-    assert_same(got, gradients(four_products))
-
-
 def test_a_function_is_asked_once_for_calls_of_one_kind():
     """Though torch makes contexts for each call, and from the list a function."""
     asked = Evaluations()

@@ -12,7 +12,7 @@ from support.runs import assert_replayed, replayed, saved_and_loaded
 from support.tables import rows
 from support.zoo import make, ops_of
 from torch import nn
-from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.func import grad
 from torch.nn.utils import parametrize
 
 from remat import policies, remat
@@ -334,22 +334,6 @@ def test_a_class_that_registers_its_subclasses():
 
     assert isinstance(remat(Registered()), Registered)
     assert made == []
-
-
-# --- Transforms ---
-
-
-@replayed(tanh=(1, 2), reassociated=True)
-def test_an_ensemble(wrap):
-    torch.manual_seed(0)
-    models = [wrap(Block()) for _ in range(3)]
-    params, buffers = stack_module_state(models)
-    base = copy.deepcopy(models[0]).to("meta")
-
-    def loss(params, buffers, x):
-        return functional_call(base, (params, buffers), (x,)).square().sum()
-
-    return vmap(grad(loss), (0, 0, None))(params, buffers, X)
 
 
 # --- Lifetimes ---

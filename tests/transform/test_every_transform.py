@@ -198,16 +198,3 @@ CHUNKS = {
 @rows("transform, pulls", CHUNKS)
 def test_a_jacobian_recomputes_once_for_each_pull(transform, pulls):
     assert_rematerialized(transform, matmul, evaluations=1 + pulls)
-
-
-@pytest.mark.parametrize("calls", [False, True], ids=["base", "higher_order"])
-def test_a_hessian_of_autograd_recomputes_once_for_each_backward(calls):
-    # At base the first backward, and one for each of the four inputs. With calls: the
-    # forward, its backward, and the backward of that for each of the four inputs.
-    assert_rematerialized(
-        lambda f: functional.hessian(lambda w: f(w, X[:2, :2]).sum(), W[:2, :2]),
-        matmul,
-        evaluations=6,
-        reassociated=calls,
-        wrap=partial(remat, higher_order=calls),
-    )

@@ -226,13 +226,6 @@ def test_a_second_derivative_that_torch_refuses_is_not_dropped(
 
 
 @pytest.mark.parametrize("function", [Once, OnceAtBase])
-def test_the_first_derivative_is_not_refused(function):
-    fn, calls = counted(function.apply)
-    assert torch.equal(grad(lambda x: remat(fn)(x).sum())(A), 3 * A**2)
-    assert len(calls) == 2
-
-
-@pytest.mark.parametrize("function", [Once, OnceAtBase])
 def test_second_derivatives_beside_it_are_not_refused(function):
     x, y = leaves_of(A, 2 * A)
     fn, calls = counted(lambda x, y: function.apply(x) * 2 + y**3)

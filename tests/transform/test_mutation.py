@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.runs import replayed
+from support.runs import leaf, replayed
 from support.tables import rows
 from support.zoo import counted, ops_of
 from torch import nn
@@ -11,10 +11,6 @@ from torch.func import grad, vmap
 from remat import MutationError, policies, remat
 from remat._transform import changes
 from remat.testing import count_ops
-
-
-def leaf(*shape):
-    return torch.randn(*shape, requires_grad=True)
 
 
 # --- Inside the function ---------------------------------------------------------
