@@ -10,7 +10,6 @@ import pytest
 import torch
 from support.compared import leaf
 from torch import nn
-from torch.autograd import Function
 from torch.utils import checkpoint as torchs
 
 from remat import compat
@@ -30,7 +29,7 @@ both_modules = pytest.mark.parametrize("api", [torchs, compat], ids=["torch", "r
 
 
 def wrapped(checkpoint):
-    """The checkpoint as a transform of functions, for `compared`."""
+    """The checkpoint as a transform of functions, for `support.zoo`."""
     return lambda fn: functools.partial(checkpoint, fn)
 
 
@@ -45,24 +44,6 @@ def slope_of_sin_exp():
     """The gradient of the sum of `sin_exp`, as plain autograd gives it."""
     x = leaf(3)
     return torch.autograd.grad(sin_exp(x).sum(), x)[0]
-
-
-class ReadsTwice(Function):
-    """Reads what it saved twice in a backward; its derivative is 5 times too large."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.exp()
-        ctx.save_for_backward(x, y)
-        return y
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        x, y = ctx.saved_tensors
-        again = ctx.saved_tensors
-        assert again[0].equal(x)
-        assert again[1].equal(y)
-        return 5 * cotangent * y
 
 
 def derivative(f):

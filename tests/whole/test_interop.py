@@ -5,7 +5,7 @@ Each function here is run by `.backward()` as it is and with remat: see `check`.
 
 import pytest
 import torch
-from support.compared import compared
+from support.runs import replayed
 from support.zoo import plainly
 from torch import nn
 from torch.autograd import Function
@@ -37,8 +37,8 @@ def second(out, ws):
 # --- Custom Functions: the wrong gradients tell who differentiates through them ---
 
 
-@compared(sin=2)
-def test_a_custom_function_outside_calls_remat_in_its_backward(wrap, counting):
+@replayed(sin=2)
+def test_a_custom_function_outside_calls_remat_in_its_backward(wrap):
     class Outer(Function):
         @staticmethod
         def forward(ctx, x):
@@ -114,8 +114,8 @@ def test_remat_inside_checkpoint_with_the_graph_retained(reentrant):
     assert_tanh(fn(remat(body)), fn(body), ops["tanh"] + 2, retained=True)
 
 
-@compared(tanh=2 + 1 + 2, sin=2 + 1)
-def test_checkpoint_inside_remat(wrap, counting):
+@replayed(tanh=2 + 1 + 2, sin=2 + 1)
+def test_checkpoint_inside_remat(wrap):
     """Forward, 2. remat's recompute, 1: it stops where the product has been saved.
 
     Theirs, which stop before sin, 2.
