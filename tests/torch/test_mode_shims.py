@@ -17,6 +17,20 @@ class _Mode(overrides.TorchFunctionMode):
         return "seen"
 
 
+class _Noting(modes.LeanDispatchMode):
+    """Notes the operations that it sees, and in a list that it saw one."""
+
+    def __init__(self, seen: list[Any] | None = None):
+        super().__init__()
+        self.ops: list[Any] = []
+        self.seen = [] if seen is None else seen
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        self.seen.append(self)
+        return func(*args, **(kwargs or {}))
+
+
 class _Class(Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -54,33 +68,23 @@ def test_torch_takes_another_algorithm_under_a_mode():
     a = a @ a.T
     for name in operators.CHOOSING:
         plain = getattr(torch.linalg, name.removeprefix("linalg_"))
-        values, seen = plain(a), _Sees()
+        values, seen = plain(a), _Noting()
         with seen:
             ours = plain(a)
         assert same(ours, values)
-        assert seen.names == [f"aten.{name}.default"]
+        assert [*map(str, seen.ops)] == [f"aten.{name}.default"]
         with _OfOthers() as others:
             plain(a)
-        assert others.names[0].startswith("aten._linalg_")
-
-
-class _Sees(modes.LeanDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+        assert str(others.ops[0]).startswith("aten._linalg_")
 
 
 class _OfOthers(_python_dispatch.TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.names = []
+        self.ops = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
+        self.ops.append(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -97,19 +101,9 @@ def test_torch_functions_are_switched():
     assert type(torch.neg(torch.ones(2).as_subclass(silent))) is Tensor
 
 
-class _Seen(modes.LeanDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.ops: list[Any] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 @expects("SHARED_COPY")
 def test_a_mode_sees_shared_copies():
-    with _Seen() as mode:
+    with _Noting() as mode:
         tensors.shared_copy(torch.ones(2))
     assert mode.ops[-1] is tensors.SHARED_COPY
 
@@ -122,7 +116,7 @@ def test_what_torch_compiles_is_out_of_sight():
     assert hasattr(utils._hop_compile_and_call, "__wrapped__")
     count = torch._C._len_torch_dispatch_stack
     depth = modes.compiled_outside_modes(count)
-    with _Seen():
+    with _Noting():
         assert (count(), depth()) == (1, 0)
         assert modes._read_flags(modes._dispatch)[0] is True
     assert count() == 0
@@ -132,7 +126,7 @@ def test_what_torch_compiles_is_out_of_sight():
 def test_modes_that_are_left_are_told_what_is_read():
     told, depth = [], torch._C._len_torch_dispatch_stack
 
-    class Told(_Seen):
+    class Told(_Noting):
         def note_unseen_reads(self, values):
             told.append((any(value is x for value in values), depth()))
 
@@ -190,17 +184,13 @@ def test_dispatch_modes_are_entered_and_left():
     with _python_dispatch.TorchDispatchMode():
         inside = _flags()
 
-    class Lean(modes.LeanDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.op = func
-            return func(*args, **(kwargs or {}))
-
-    class Ignoring(Lean):
+    class Ignoring(_Noting):
         @classmethod
         def ignore_compile_internals(cls):
             return True
 
-    x, mode = torch.ones(4), Lean()
+    x, mode = torch.ones(4), _Noting()
+    assert isinstance(mode, modes.LeanDispatchMode)
     with Ignoring():
         assert not _python_dispatch.any_torch_dispatch_mode_on_stack()
         assert modes._read_flags(modes._dispatch)[-1] is before[modes._FLAGS[-1]]
@@ -213,7 +203,7 @@ def test_dispatch_modes_are_entered_and_left():
                 x.cos()
         view = modes.viewed(x, (2,), (2,), 1)
         other = modes.alias(x)
-    assert mode.op is torch.ops.aten.sin.default
+    assert mode.ops == [torch.ops.aten.sin.default]
     assert (view.shape, view.storage_offset()) == ((2,), 1)
     assert other._base is x
     assert _flags() == before
@@ -221,13 +211,9 @@ def test_dispatch_modes_are_entered_and_left():
 
 @expects("outside_all_dispatch_modes", "outside_dispatch_mode")
 def test_what_is_entered_inside_of_a_mode_is_left_with_it():
-    class Noting(modes.LeanDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(self)
-            return func(*args, **(kwargs or {}))
-
     seen: list[Any] = []
-    x, around, mode, inner = torch.ones(2), Noting(), Noting(), Noting()
+    x = torch.ones(2)
+    around, mode, inner = (_Noting(seen) for _ in range(3))
     with around, mode, inner:
         with modes.outside_dispatch_mode(mode):
             x.sin()
@@ -245,13 +231,9 @@ def test_what_is_entered_inside_of_a_mode_is_left_with_it():
 
 @expects("dispatch_modes", "modes_between", "under_dispatch_modes")
 def test_modes_are_put_around_others_and_entered_again():
-    class Noting(modes.LeanDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(self)
-            return func(*args, **(kwargs or {}))
-
     seen: list[Any] = []
-    x, mode, outside, inside = torch.ones(2), Noting(), Noting(), Noting()
+    x = torch.ones(2)
+    mode, outside, inside = (_Noting(seen) for _ in range(3))
     with _with_flags_down():
         before = _flags()
         with mode:
@@ -295,13 +277,8 @@ def test_storages_are_seen_as_another_dtype():
 @expects("leave_dispatch_mode", "leave_function_mode")
 @_with_flags_down()
 def test_modes_are_left_in_another_order():
-    class Lean(modes.LeanDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(self)
-            return func(*args, **(kwargs or {}))
-
     seen: list[Any] = []
-    mode, inner = Lean(), Lean()
+    mode, inner = _Noting(seen), _Noting(seen)
     mode.__enter__()
     inner.__enter__()
     try:
