@@ -6,7 +6,6 @@ What is walked is counted: the functions of a package whose code a call looked i
 import importlib
 import json
 import os
-import site
 import sys
 
 import pytest
@@ -40,32 +39,26 @@ class Layer(nn.Module):
 NAMES = (f"far_package_{n}" for n in range(1000))  # one for each test: Python caches
 
 
-class Machine:
-    """Folders with packages.
-
-    Attributes:
-        name: that of the package.
-        root: the folder that all others are in.
-    """
-
-    def __init__(self, root):
-        self.name, self.root = next(NAMES), root
-
-    def write(self, *folder, name=None):
-        """Write the package into a folder, and return the folder."""
-        place = self.root.joinpath(*folder)
-        (place / (name or self.name)).mkdir(parents=True)
-        (place / (name or self.name) / "__init__.py").write_text(SOURCE)
-        return place
-
-
 @pytest.fixture
-def machine(tmp_path, monkeypatch):
+def name(monkeypatch):
+    """That of a package; what is put on the path and imported is undone."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    made = Machine(tmp_path)
-    yield made
-    sys.modules.pop(made.name, None)
+    name = next(NAMES)
+    yield name
+    sys.modules.pop(name, None)
     importlib.invalidate_caches()
+
+
+def written(name, folder):
+    """Write the package into a folder."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(SOURCE)
+    return folder
+
+
+def imported(name, folder):
+    sys.path.append(str(folder))
+    return importlib.import_module(name)
 
 
 def walked(package):
@@ -74,44 +67,9 @@ def walked(package):
     return sum(file == package.__file__ for file in files)
 
 
-# --- Where libraries are ---
-
-
-def in_a_second_site_directory(machine):
-    sys.path.append(str(machine.write("lib", "site-packages")))
-
-
-def in_the_packages_of_a_distribution(machine):
-    sys.path.append(str(machine.write("usr", "lib", "python3", "dist-packages")))
-
-
-def in_a_folder_that_a_pth_file_names(machine):
-    other = machine.write("other", "site-packages")
-    first = machine.root / "first" / "site-packages"
-    first.mkdir(parents=True)
-    (first / "other.pth").write_text(f"{other}\n")
-    site.addsitedir(str(first))
-
-
-def in_a_folder_that_left_the_path(machine):
-    """As where a program puts a folder on `sys.path` for one import."""
-    sys.path.append(str(machine.write("site-packages")))
-    importlib.import_module(machine.name)
-    sys.path.pop()
-
-
-LIBRARIES = [
-    in_a_second_site_directory,
-    in_the_packages_of_a_distribution,
-    in_a_folder_that_a_pth_file_names,
-    in_a_folder_that_left_the_path,
-]
-
-
-@pytest.mark.parametrize("install", LIBRARIES)
-def test_a_library_is_not_walked(machine, install):
-    install(machine)
-    package = importlib.import_module(machine.name)
+@pytest.mark.parametrize("folder", ["site-packages", "usr/lib/python3/dist-packages"])
+def test_a_library_is_not_walked(name, folder, tmp_path):
+    package = imported(name, written(name, tmp_path / folder))
     layer = package.Layer()
     with count_ops() as ops:
         remat(lambda x: layer(package.block(x)))(leaf(3)).sum().backward()
@@ -119,36 +77,16 @@ def test_a_library_is_not_walked(machine, install):
     assert walked(package) == 0
 
 
-# --- Where the user's own code is ---
-
-
-def in_a_folder_of_the_path(machine):
-    sys.path.append(str(machine.write("project")))
-
-
-def editable(machine):
-    project = machine.write("project", "src")
-    place = machine.root / "lib" / "site-packages"
-    place.mkdir(parents=True)
-    (place / "project.pth").write_text(f"{project}\n")
-    site.addsitedir(str(place))
-
-
-def editable_and_linked(machine):
-    project = machine.write("project")
-    place = machine.root / "lib" / "site-packages"
-    place.mkdir(parents=True)
-    os.symlink(project / machine.name, place / machine.name)
-    sys.path.append(str(place))
-
-
-USERS = [in_a_folder_of_the_path, editable, editable_and_linked]
-
-
-@pytest.mark.parametrize("install", USERS)
-def test_code_of_the_user_is_walked_and_its_globals_are_put_back(machine, install):
-    install(machine)
-    package = importlib.import_module(machine.name)
+@pytest.mark.parametrize("linked", [False, True])
+def test_code_of_the_user_is_walked_and_its_globals_are_put_back(
+    name, linked, tmp_path
+):
+    folder = written(name, tmp_path / "project")
+    if linked:  # as editable packages may be
+        (tmp_path / "site-packages").mkdir()
+        os.symlink(folder / name, tmp_path / "site-packages" / name)
+        folder = tmp_path / "site-packages"
+    package = imported(name, folder)
     layer, x = package.Layer(), leaf(3)
     y = x.detach().clone().requires_grad_()
     layer(y).sum().backward()
