@@ -29,7 +29,7 @@ both_modules = pytest.mark.parametrize("api", [torchs, compat], ids=["torch", "r
 
 
 def wrapped(checkpoint):
-    """The checkpoint as a transform of functions, for `support.zoo`."""
+    """The checkpoint as a transform of functions."""
     return lambda fn: functools.partial(checkpoint, fn)
 
 

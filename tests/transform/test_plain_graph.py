@@ -1,6 +1,6 @@
 """Base autograd keeps its own graph: what works in plain code works in a call.
 
-The programs are those of `support.runs`.
+What runs is what runs in plain code, and what is recomputed.
 """
 
 import copy
