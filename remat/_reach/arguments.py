@@ -32,21 +32,11 @@ from remat._base.code import known_code, static_of
 from remat._base.types import ATOMS, INERT, TENSORS
 from remat._reach.before import FIRST, At, Ref, at
 from remat._reach.exchange import are_same
-from remat._reach.holders import (
-    MISSING,
-    PART,
-    PARTS,
-    container_kind,
-)
+from remat._reach.holders import MISSING, PART, PARTS, container_kind
 from remat._reach.names import CallNames
 from remat._reach.objects import dict_of, is_spent_by_use
 from remat._reach.parts import Box, HolderParts, Watched, make
-from remat._reach.stream_search import (
-    CodeFacts,
-    StreamSearch,
-    is_stream,
-    user_bases,
-)
+from remat._reach.stream_search import CodeFacts, StreamSearch, is_stream, user_bases
 from remat._reach.walk import is_of_atoms, is_of_library, is_used_as_it_is
 from remat._reach.watched import (
     PASSED,

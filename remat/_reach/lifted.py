@@ -42,14 +42,7 @@ from remat._reach.exchange import LOCK, RUNNING, Written, are_same, written_to
 from remat._reach.holders import FUNCTIONS, SCOPES, SCRIPTED, HolderKind, kinds_of
 from remat._reach.identities import end_leases, refuse_of_tensors
 from remat._reach.left import Left, LeftAt, LeftPlace
-from remat._reach.parts import (
-    FindHolders,
-    HolderNow,
-    among,
-    held_in,
-    holding,
-    make,
-)
+from remat._reach.parts import FindHolders, HolderNow, among, held_in, holding, make
 from remat._reach.roots import roots_of
 from remat._torch.levels import is_of_level_above, is_of_torch_func
 
