@@ -16,7 +16,7 @@ import operator
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,19 +46,29 @@ from remat._torch.tensors import has_no_memory, is_lazy
 from remat.policies import Policy
 
 
+class Repeated(NamedTuple):
+    """What a call within another one follows, and does again in a recompute of that."""
+
+    cache: CallCache
+    plans: Plans
+    may_drop: bool = False
+    call: Any = None  # a weak reference to it
+    inner: Sequence[Any] = ()  # what the calls within it follow
+
+
 class PlannedCall:
     """One call, and the plans that it follows.
 
-    Under torch.func the function runs on `inner` in place of the inputs.
+    Under torch.func the function runs on `inner` in place of the inputs. In a recompute
+    of a call around it repeats what it followed in its forward.
     """
 
     is_late = False  # a recompute around left its residuals out: it keeps nothing
-    _repeats = False  # in a recompute of a call around, what its forward did
 
     def __init__(
         self,
         *,
-        cache: CallCache,
+        follows: CallCache | Repeated,
         inputs: Sequence[Tensor],
         policy: Policy | None = None,
         prune: Prune = False,
@@ -66,30 +76,43 @@ class PlannedCall:
         inner: Sequence[Tensor] | None = None,
         nested: bool = False,
     ) -> None:
-        self.cache, self._policy, self._prune = cache, policy, prune
-        self._inputs, self._inner, self._label = inputs, inner, label
+        self._policy, self._prune, self._label = policy, prune, label
+        self._inputs, self._inner = inputs, inner
         self._is_counted = top_hooks(True) is not None  # so each run saves the same
         self._nested = nested  # the hooks for saved tensors around it are of a call
-        self.plans: Plans | None = None if cache.reason else cache.plans
         self.statics: dict[int, Any] = {}  # of the operations whose results are saved
         # The inputs that are not kept, and whether calls after this one may keep fewer.
         self.dropped: dict[int, Absent] = {}
-        self.may_drop = prune is True
         self.mode: Any = None  # to run the forward in; None to run it as it is
-        plans = self.plans
-        if not cache.reason:
-            runs_on = inputs if inner is None else inner
-            if plans is None:
-                self.mode = Recorder(runs_on, policy)
-                if any(isinstance(mode, Replay) for mode in dispatch_modes()):
-                    # What is absent runs other operations: a record for this call.
-                    self.cache = CallCache()
-            elif cache.is_proven() and self._inputs_to_drop(plans):
-                self.mode = Collect(plans.full, runs_on)
-            elif plans.destinations and (nested or not plans.each_has_handle):
-                self.mode = Collect(plans.full)
-            # Else the graph has all, but not in the order that a call around needs.
+        self.plans: Plans | None = None
+        self._repeats = False
+        if isinstance(follows, Repeated):
+            self.cache, self.plans, self.may_drop = follows[:3]
+            if follows.plans.destinations:
+                self.mode, self._repeats = self._collecting(follows.plans), True
+        else:
+            self.cache, self.may_drop = follows, prune is True
+            if not follows.reason:
+                self.plans = follows.plans
+                self._choose_mode(follows.plans)
         self._was_seen = self.mode is not None
+
+    def _choose_mode(self, plans: Plans | None) -> None:
+        runs_on = self._inputs if self._inner is None else self._inner
+        if plans is None:
+            self.mode = Recorder(runs_on, self._policy)
+            if any(isinstance(mode, Replay) for mode in dispatch_modes()):
+                # What is absent runs other operations: a record for this call.
+                self.cache = CallCache()
+        elif self.cache.is_proven() and self._inputs_to_drop(plans):
+            self.mode = Collect(plans.full, runs_on)
+        elif plans.destinations and (self._nested or not plans.each_has_handle):
+            self.mode = Collect(plans.full)
+        # Else the graph has all, but not in the order that a call around needs.
+
+    def _collecting(self, plans: Plans) -> Collect:
+        """Return the mode of a call that repeats what it did."""
+        return Collect(plans.full)
 
     def _inputs_to_drop(self, plans: Plans) -> Sequence[int]:
         """Return the inputs that the call need not keep."""
@@ -177,42 +200,34 @@ class SavedInHandles(PlannedCall):
     those for saved tensors around it, and `nested` if these are of a call of remat.
     """
 
-    def __init__(self, *, hooks: Any, nested: bool, **call: Any) -> None:
-        super().__init__(nested=nested, **call)
+    def __init__(
+        self, *, hooks: Any, follows: CallCache | Repeated, **call: Any
+    ) -> None:
         self._hooks = hooks
+        self._early: list[Residual] = []  # residuals that were put away at once
+        super().__init__(follows=follows, **call)
         self._for_recompute: Sequence[Residual | Offloaded | None] = ()
         self._is_replayed = False  # and holds no residual any more
         self._taken: dict[int, Tensor] = {}  # what handles of residuals stand for
-        self._early: list[Residual] = []  # residuals that were put away at once
-        self._waiting: dict[int, Handle] = {}  # for what the call around recomputes
+        # For what the call around recomputes.
+        forward = follows.call() if isinstance(follows, Repeated) else None
+        self._waiting: dict[int, Handle] = getattr(forward, "_waiting", {})
 
-    @classmethod
-    def of_choice(
-        cls, choice: Any, inputs: Sequence[Tensor], hooks: Any
-    ) -> "SavedInHandles":
-        """Return what repeats a nested call while the call around it is recomputed.
-
-        Its residuals are handed on as soon as they are made: that recompute stops once
-        it has all that it needs.
-        """
-        # It makes no mode, as this cache says that nothing is followed.
-        new = cls(cache=_FOLLOWS_NOTHING, inputs=inputs, hooks=hooks, nested=True)
-        new.cache, new.plans, new.may_drop, forward, _ = choice
-        new._waiting = getattr(forward(), "_waiting", {})
-        plans, early = choice[1], new._early
+    @override
+    def _collecting(self, plans: Plans) -> Collect:
+        # Its residuals are handed on as soon as they are made: the recompute around
+        # stops once it has all that it needs.
+        early, hooks = self._early, self._hooks
 
         def on_residual(tensor: Tensor) -> None:
             early.append(Residual(tensor, plans.ops[len(early)], hooks))
 
-        if plans.destinations:
-            new.mode = Collect(plans.full, on_residual=on_residual)
-            new._was_seen = new._repeats = True
-        return new
+        return Collect(plans.full, on_residual=on_residual)
 
-    def choice(self, inner: Sequence[Any]) -> Any:
-        """Return what the call, and those within it, follow, for `of_choice`."""
-        plans = self.plans
-        return plans and (self.cache, plans, self.may_drop, weakref.ref(self), inner)
+    def chosen(self, inner: Sequence[Any]) -> Any:
+        """Return what the call, and those within it, follow: a `Repeated`, or None."""
+        plans, ours = self.plans, weakref.ref(self)
+        return plans and Repeated(self.cache, plans, self.may_drop, ours, inner)
 
     def pack(self, position: int, tensor: Tensor | None) -> None:
         """Note what the graph saves at a position; None if that has no handle."""
@@ -347,15 +362,6 @@ class SavedInNode(PlannedCall):
 
     note: Callable[[Any], None] | None = None  # is told what it follows
 
-    @classmethod
-    def of_choice(cls, choice: Any, **call: Any) -> "SavedInNode":
-        """Return what repeats a call while the call around it is recomputed."""
-        new = cls(cache=_FOLLOWS_NOTHING, **call)
-        new.cache, new.plans = choice
-        if new.plans.destinations:
-            new.mode, new._was_seen, new._repeats = Collect(new.plans.full), True, True
-        return new
-
     def finish(self, outs: Sequence[Any], *, may_drop: bool) -> list[Tensor] | None:
         """End the forward: return the residuals; None to recompute in full."""
         self._count = len(self._inputs)
@@ -368,7 +374,7 @@ class SavedInNode(PlannedCall):
         if plans is None or tensors is None:
             return None
         if self.note is not None:
-            self.note((self.cache, plans))
+            self.note(Repeated(self.cache, plans))
         destinations = () if self.is_late else plans.destinations
         if not OFFLOAD.keys().isdisjoint(destinations):
             self._origins = [*map(origin_of, tensors)]
@@ -442,7 +448,3 @@ class SavedInNode(PlannedCall):
         if not self._origins:
             return residuals.__getitem__
         return Fetched(residuals, self._origins).take
-
-
-_FOLLOWS_NOTHING = CallCache()
-_FOLLOWS_NOTHING.reason = "a nested call repeats what its forward chose"

@@ -235,7 +235,7 @@ class Call:
         if around is not None and around.again:
             if (choice := around.next()) is None:
                 return None
-            return SavedInNode.of_choice(choice, inputs=inputs, inner=given.inner)
+            return SavedInNode(follows=choice, inputs=inputs, inner=given.inner)
         if around is not None:
             note = functools.partial(around.note, around.reserve())
         others = filterfalse(may_be_absent, inputs if state.classes else ())
@@ -257,7 +257,7 @@ class Call:
         if cache is None:
             return None
         planned = SavedInNode(
-            cache=cache,
+            follows=cache,
             policy=policy,
             prune=prune,
             inputs=inputs,

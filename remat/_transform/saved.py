@@ -209,8 +209,9 @@ class Saved:
         if around is not None and around.again:
             choice = around.next()
             if choice is not None:
-                self.planned = SavedInHandles.of_choice(choice, inputs, hooks)
-                self.inner = [*choice[-1]]  # which calls within this one do again
+                how = {"hooks": hooks, "nested": True}
+                self.planned = SavedInHandles(follows=choice, inputs=inputs, **how)
+                self.inner = [*choice.inner]  # which calls within this one do again
             return
         self.index = None if around is None else around.reserve()
         policy, prune = self.policy, self.options.prune
@@ -219,7 +220,7 @@ class Saved:
         cache = cache_of(self.situation(inputs), kind, *how)
         if cache is not None:
             self.planned = SavedInHandles(
-                cache=cache,
+                follows=cache,
                 policy=policy,
                 prune=prune,
                 inputs=inputs,
@@ -382,7 +383,7 @@ class Saved:
             self.inputs.let_go(planned.dropped)
             around = here().nested_choices
             if around is not None and self.index is not None:
-                around.note(self.index, planned.choice(self.inner))
+                around.note(self.index, planned.chosen(self.inner))
         # Last: until now a handle that is read belongs to a forward that still runs.
         self.is_done = True
 
