@@ -35,6 +35,8 @@ from remat._transform.leaves import (
     SMALL,
     LeafChanges,
     Memory,
+    addresses_of,
+    bytes_at,
     has_same_bytes,
     holding,
     holding_rows,
@@ -247,15 +249,19 @@ class SavedInputs:
         """Copy those of which the bytes are known and that hold others by now."""
         befores = self._memory
         self._memory = {}
-        held = memories_of([*map(inputs.__getitem__, befores)])
-        same = [*map(operator.eq, befores.values(), held)]
-        if now != self.versions:
-            pairs = zip(same, befores, strict=True)
-            same = [is_same and now[i] == self.versions[i] for is_same, i in pairs]
+        there = addresses_of([inputs[i] for i in befores]) or [None] * len(befores)
+        addresses, held = zip(*befores.values(), strict=True)
+        are_there = there == [*addresses] and now == self.versions
+        if are_there and (*map(bytes_at, addresses, map(len, held)),) == held:
+            self.may_be_written = self.may_be_written.difference(befores)
+            return
+        same = [
+            a == b and bytes_at(a, len(then)) == then and now[i] == self.versions[i]
+            for i, a, b, then in zip(befores, addresses, there, held, strict=True)
+        ]
         self.may_be_written = self.may_be_written.difference(compress(befores, same))
-        if False in same:
-            written = compress(befores.items(), map(operator.not_, same))
-            self._copy_noted(dict(written))
+        written = compress(befores.items(), map(operator.not_, same))
+        self._copy_noted(dict(written))
 
     def _copy_noted(self, noted: Mapping[int, Memory]) -> None:
         """Make copies of bytes that were noted before the forward."""
