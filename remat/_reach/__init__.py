@@ -7,13 +7,14 @@ it held at the call.
     running     one run of it again, and what that is called under
     lifted      other tensors in place of the user's
     attributes  what is set on tensors
-    left        what a function leaves in holders, and what holds tensors of its result
+    restored    what all that roots reach holds in one run: what it held at the call
+    exchange    what each value is in one run: itself, written in place, or made again
+    left        what a function leaves in holders
     copies      copies of buffers in holders, which other threads may find
     roots       one root of a call, and the numbers of its tensors
-    arguments   the function and the arguments, put aside and made again
-    parts       what holders hold one by one: put aside, found, made again in order
+    arguments   the function and the arguments, put aside
+    parts       what holders hold one by one: put aside, found, written for a run
     identities  identities that code asks for: what is held, and what is refused
-    exchange    has holders hold what they held, in place, and puts them back
     moment      what all holds at one moment of a forward, compared with another
     before      what holders held before a forward, and what that changed of it
     layout      which holders a root reaches, and where each one is

@@ -18,7 +18,6 @@ Rejected: a list of leaves and a treedef. It would lose that two arguments share
 """
 
 import contextlib
-import operator
 import types
 import weakref
 from collections import deque
@@ -31,11 +30,17 @@ from torch import Tensor, nn
 from remat._base.code import known_code, static_of
 from remat._base.types import ATOMS, INERT, TENSORS
 from remat._reach.before import FIRST, At, Ref, at
-from remat._reach.exchange import are_same
-from remat._reach.holders import MISSING, PART, PARTS, container_kind
+from remat._reach.holders import (
+    MISSING,
+    PART,
+    PARTS,
+    VARIABLES,
+    container_kind,
+    kinds_of,
+)
 from remat._reach.names import CallNames
 from remat._reach.objects import dict_of, is_spent_by_use
-from remat._reach.parts import Box, HolderParts, Watched, make
+from remat._reach.parts import Box, HolderParts, Watched
 from remat._reach.stream_search import CodeFacts, StreamSearch, is_stream, user_bases
 from remat._reach.walk import is_of_atoms, is_of_library, is_used_as_it_is
 from remat._reach.watched import (
@@ -86,13 +91,10 @@ class CallArguments:
         kept = self._kept(value)
         if self._todo:
             for box in self._todo:  # which grows
-                box.is_flat = self._fill(box)
-                if box.more:
-                    box.is_flat = False
-                    for parts in box.more:
-                        self._fill(parts)
+                are_flat = [*map(self._fill, box.held)]
+                box.is_flat = are_flat[0] and len(are_flat) == 1
                 # A method has nothing in it that may be written.
-                if box.ref.ref is not None and not (box.is_flat and box.how.frozen):
+                if box.ref is not None and not (box.is_flat and box.is_frozen):
                     self.are_found = True
             self._todo.clear()
         return kept
@@ -160,9 +162,12 @@ class CallArguments:
         return type(value).__name__
 
     def _box(self, value: Any) -> Box:
-        kind, box = type(value), Box(value)
-        if box.how is not PART and user_bases(kind):
+        kind = type(value)
+        kinds = kinds_of(value, kind)
+        if kinds[0] is not PART and user_bases(kind):
             self.roots[id(kind)] = kind  # for what its methods refer to
+        # A variable does not hold its value: a context does.
+        box = Box(value, kinds, is_held=kinds[0] is VARIABLES)
         self.boxes[id(value)] = box, value
         self._todo.append(box)
         return box
@@ -181,10 +186,8 @@ class CallArguments:
 
     def watched(self) -> "list[Watched]":
         """Return what a recompute may find again and write, before the forward."""
-        each = (
-            (b, value) for box, value in self.boxes.values() for b in (box, *box.more)
-        )
-        return [Watched(parts, value) for parts, value in each if not parts.how.frozen]
+        each = ((part, v) for box, v in self.boxes.values() for part in box.held)
+        return [Watched(part, value) for part, value in each if not part.kind.frozen]
 
     # --- Tensors ---
 
@@ -228,8 +231,8 @@ def structure_of(values: Sequence[Any]) -> list[Any]:
             found.append(("again", known[id(kept)]))
         else:
             known[id(kept)] = len(known)
-            found.append(kept.ref.kind)
-            for held in (kept, *kept.more):
+            found.append(kept.kind)
+            for held in kept.held:
                 found.append(len(held.items))
                 if type(held.items) is range:
                     found.append(held.items)
@@ -237,175 +240,3 @@ def structure_of(values: Sequence[Any]) -> list[Any]:
                     todo += held.items
                 todo += held.keys
     return found
-
-
-class Building:
-    """What was given, for one run: itself where it is there, and made again elsewhere.
-
-    Args:
-        tensors: to run on.
-        run: has `found`, which returns an owner, and `container`, which returns a
-            container that an owner leads to: it holds what it held. `write` has one
-            hold something for the run.
-        in_place: whether others that are there are written. Else, as for names in
-            errors, they are made again.
-    """
-
-    __slots__ = (
-        *("_entered", "_in_place", "_made", "_new", "_run", "_tensors", "_there"),
-    )
-
-    def __init__(
-        self, tensors: Sequence[Any], run: Any, *, in_place: bool = True
-    ) -> None:
-        self._tensors, self._run, self._in_place = tensors, run, in_place
-        # By identity: what each container is, those that are themselves, and those that
-        # are still to be made or written.
-        self._made: dict[int, Any] = {}
-        self._there: dict[int, Any] = {}
-        self._new: dict[int, Box] = {}
-        self._entered: set[int] = set()
-
-    def made(self, key: int) -> Any:
-        """Return a container that was passed, by the identity that it had."""
-        return self._made.get(key)
-
-    def value(self, kept: Any) -> Any:
-        """Return a value from what was held of it."""
-        return self.values((kept,))[0]
-
-    def values(self, kept: Sequence[Any]) -> list[Any]:
-        """Return many values."""
-        tensors, made = self._tensors, self._made
-        found: list[Any] = []
-        if type(kept) is range:
-            return [*tensors[kept.start : kept.stop]]
-        for k in kept:
-            kind = type(k)
-            if kind is At:
-                found.append(tensors[k.number])
-            elif kind is Box:
-                if k.ref.id not in made:
-                    self._make([box for box in kept if type(box) is Box])
-                found.append(made[k.ref.id])
-            elif kind is Ref:
-                found.append(self._run.found(k))
-            elif kind is Iterated:
-                found.append(k.again())
-            else:
-                found.append(k)
-        return found
-
-    def _make(self, boxes: Sequence[Box]) -> None:
-        """Have containers, and what they hold, hold what they held; without recursion.
-
-        What can be written is found or made first: it may hold itself.
-        """
-        new = self._look_for(boxes)
-        for key, box in new.items():
-            if not box.how.frozen:
-                made = self._there.get(key)
-                if made is None:
-                    made = box.how.new(box.ref.kind(), (), box.ref.limit)
-                self._made[key] = made
-        self._new.update(new)
-        for box in new.values():
-            if box.is_flat:
-                self._complete(box)
-            else:
-                make(box, self._enter, self._complete)
-
-    def _look_for(self, boxes: Sequence[Box]) -> dict[int, Box]:
-        """Return the containers that are to be made or written, by their identities."""
-        new: dict[int, Box] = {}
-        todo, there, container = [*boxes], self._there, self._run.container
-        while todo:
-            box = todo.pop()
-            key = box.ref.id
-            if key in self._made or key in new:
-                continue
-            value = container(box.ref)
-            if value is not None:
-                self._made[key] = value
-                continue
-            new[key] = box
-            ref = box.ref.ref
-            if self._in_place and key not in there and ref is not None:
-                value = ref()
-                if value is not None:
-                    there[key] = value
-            if not box.is_flat:
-                self._note_held(box, new)
-                todo += box.parts()
-        return new
-
-    def _note_held(self, box: Box, new: dict[int, Box]) -> None:
-        """Note what a container that is there still holds."""
-        there, value = self._there, self._there.get(box.ref.id)
-        if value is None:
-            return
-        pairs = [parts.how.held(value) for parts in (box, *box.more)]
-        held = {id(v): v for keys, values in pairs for v in (*keys, *values)}
-        for part in box.parts():
-            key, found = part.ref.id, held.get(part.ref.id)
-            if key not in there and type(found) is part.ref.kind():
-                there[key] = found
-                new.pop(key, None)  # to look at what it leads to
-
-    def _enter(self, box: Box) -> Sequence[Box] | None:
-        """Return what a container holds that is to be made or written."""
-        key = box.ref.id
-        if key in self._entered or key not in self._new:
-            return None
-        self._entered.add(key)
-        return () if box.is_flat else box.parts()
-
-    def _complete(self, box: Box) -> bool:
-        """Make a value that never changes, or write what can be written."""
-        key, made = box.ref.id, self._made
-        if key not in self._new:
-            return True
-        for held in (box, *box.more):
-            parts = () if box.is_flat else (*held.items, *held.keys)
-            if any(type(k) is Box and k.ref.id not in made for k in parts):
-                return False
-            if held.how.frozen:
-                if key not in made:
-                    made[key] = self._frozen(box)
-                continue
-            self._write(key, held)
-        del self._new[key]
-        return True
-
-    def _write(self, key: int, parts: HolderParts) -> None:
-        made, how = self._made[key], parts.how
-        keys, items = parts.keys and self.values(parts.keys), self.values(parts.items)
-        if key not in self._there:
-            how.write(made, keys, items)
-            return
-        now_keys, now = how.held(made)
-        is_same = are_same(now_keys, keys) and are_same(now, items)
-        # What the forward wrote, the run may write.
-        if parts.is_changed or not is_same:
-            self._run.write(how, made, keys, items)
-
-    def _frozen(self, box: Box) -> Any:
-        """Find or make a value that never changes."""
-        items, key = self.values(box.items), box.ref.id
-        value = self._there.get(key)
-        if value is not None:
-            if all(map(operator.is_, items, box.how.items(value))):
-                return value
-            del self._there[key]
-        return box.how.new(box.ref.kind(), items, None)
-
-
-class StillThere:
-    """Finds, for names in errors, what is still there."""
-
-    @staticmethod
-    def found(kept: Ref) -> Any:
-        """Return a value that is still there, or None."""
-        return None if kept.ref is None else kept.ref()
-
-    container = found

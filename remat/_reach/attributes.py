@@ -22,11 +22,12 @@ from torch import Tensor
 
 from remat._base.code import has_marks
 from remat._base.types import ATOMS, TENSORS
-from remat._reach.arguments import Building, CallArguments
-from remat._reach.exchange import are_same
+from remat._reach.arguments import CallArguments
+from remat._reach.exchange import Exchange
 from remat._reach.holders import ATTRIBUTES, flatten
 from remat._reach.left import ON_INPUT, Left, LeftAt
 from remat._reach.lifted import LiftedForward
+from remat._reach.parts import are_same
 from remat._reach.roots import Root, roots_of
 from remat._torch.levels import unwrap_dead
 
@@ -111,7 +112,7 @@ def _aside(passed: CallArguments, t: Tensor, held: dict[str, Any]) -> dict[str, 
 
 
 def set_again(
-    attributes: Mapping[int, dict[str, Any]], tensors: Sequence[Tensor], to: Building
+    attributes: Mapping[int, dict[str, Any]], tensors: Sequence[Tensor], to: Exchange
 ) -> None:
     """Set on the tensors of a run what was set on those of the call."""
     kinds = {*map(type, flatten(map(dict.values, attributes.values())))}
@@ -174,5 +175,5 @@ class Lent:
             found = [i for i, value in enumerate(values) if lifted.may_be_left(value)]
             if found:
                 at = LeftAt((ON_INPUT, n), ATTRIBUTES, found)
-                lifted.left.append((at, Left(at, vars(user))))
+                lifted.left.append(Left(at, vars(user)))
         return is_new

@@ -17,7 +17,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from remat._reach.holders import (
     ATTRIBUTES,
     FUNCTIONS,
     MISSING,
-    OWNED,
     SLOTS,
     HolderKind,
 )
@@ -160,8 +159,8 @@ class Before:
     """
 
     __slots__ = (
-        *("_in_keys", "_in_values", "_but_for_tensors", "_held", "_marks", "_places"),
-        *("_sizes", "_spans", "classes"),
+        *("_at", "_held", "_in_keys", "_in_values", "_marks", "_places"),
+        *("_sizes", "classes"),
         *("keys", "kept", "opaque", "others", "parameters", "refs"),
     )
 
@@ -169,8 +168,7 @@ class Before:
         self._marks = live.marks
         self._places: dict[int, Place] | None = None
         self._held: Sequence[tuple[Span, Place | None]] | None = None
-        self._but_for_tensors: Any = None
-        self._spans: dict[int, list[Span]] | None = None
+        self._at: Sequence[int] | None = None  # where tensors were
         self._sizes = [(kind, len(holders)) for kind, holders in live.groups]
         keeper, keys = _Keeper(), live.keys
         self.kept = keeper.keep_all(live.values, as_keys=False)
@@ -204,27 +202,15 @@ class Before:
 
         Where each tensor was, in order.
         """
-        if self._but_for_tensors is None:
-            are = [type(kept) is At for kept in (*self.kept, *self.keys)]
-            places = [*itertools.compress(itertools.count(), are)]
-            others = bytes(map(operator.not_, are))
-            held = memoryview(self._marks[0]).cast("Q")
-            then = [*itertools.compress(held, others)], held[len(others) :].tolist()
-            numbers = [(*self.kept, *self.keys)[p].number for p in places]
-            self._but_for_tensors = others, then, places, numbers
-        others, then, places, numbers = self._but_for_tensors
-        if now.lengths != self._marks[1]:
-            return None
-        held = memoryview(now.marks[0]).cast("Q")
-        if then[0] != [*itertools.compress(held, others)]:
-            return None
-        if then[1] != held[len(others) :].tolist():
-            return None
+        places, kept = self.others_in(now), [*self.kept, *self.keys]
         there = [*now.values, *now.keys]
-        found = [there[p] for p in places]
-        if not all(map(_is_tensor, {*map(type, found)})):
+        if places is None or (places and places[-1] >= len(kept)):
+            return None  # an owner is of another class
+        if not all(type(kept[p]) is At and _is_tensor(type(there[p])) for p in places):
             return None
-        return [*zip(found, numbers, strict=True)]
+        if self._at is None:
+            self._at = [p for p, one in enumerate(kept) if type(one) is At]
+        return [(there[p], kept[p].number) for p in self._at]
 
     def with_tensors_of(self, now: LiveValues) -> "Before | None":
         """Return what is held now, if only tensors are others; else None."""
@@ -247,7 +233,7 @@ class Before:
         if any(p < len(self.kept) and type(self.kept[p]) is At for p in places):
             return Before(now)
         new = copy.copy(self)
-        new._marks, new._but_for_tensors = now.marks, None
+        new._marks = now.marks
         new.kept, new.keys = self.kept.copy(), self.keys.copy()
         for p in places:
             if p < len(new.kept):
@@ -271,21 +257,6 @@ class Before:
         if p >= len(self.kept):
             return False
         return _is_plain(self.kept[p]) and _is_plain(now.values[p])
-
-    def spans_among(
-        self, places: Collection[int], indices: Collection[HolderIndex]
-    ) -> Iterator[Span]:
-        """Yield the holders that hold some values, and others, by their indices."""
-        left = sorted(places, reverse=True)
-        for span in self.spans():
-            if not (left or indices):
-                return
-            is_among = (span.group, span.number) in indices
-            while left and left[-1] < span.end:
-                left.pop()
-                is_among = True
-            if is_among:
-                yield span
 
     def _is_alike(self, p: int, now: LiveValues) -> bool:
         """Say whether another value leads to what the one before led to."""
@@ -356,23 +327,8 @@ class Before:
                         self._places.setdefault(held[p].id, (p, as_keys))
         return self._places
 
-    def spans_by_id(self, layout: Layout) -> dict[int, list[Span]]:
-        """Return where what a value holds is, by its identity."""
-        if self._spans is None:
-            self._spans = {}
-            for span, place in self.holders(layout):
-                key = self._key_of(layout, span, place)
-                if span.kind is ATTRIBUTES:
-                    span = span._replace(kind=OWNED)  # read through the object itself
-                # What a value is made of comes first, and then its attributes.
-                here = self._spans.setdefault(key, [])
-                here.insert(len(here) * span.kind.adds, span)
-        return self._spans
-
-    def _key_of(self, layout: Layout, span: Span, place: Place | None) -> int:
-        """Return the identity of a holder; 0 of one that values do not lead to."""
-        if place is not None:
-            return self.at(place).id
+    def key_of(self, layout: Layout, span: Span) -> int:
+        """Return the identity of an owner; 0 of one that values do not lead to."""
         if span.kind is SLOTS:
             return layout.births[layout.slotted.start + span.number]
         return layout.births[span.number] if span.kind is ATTRIBUTES else 0

@@ -1,225 +1,125 @@
-"""Has holders hold what they held at a call, for one run, and puts them back.
+"""What each value is in one run, and what holders are given for it.
 
-First all that is there by now is noted. Then, from the owners down, a holder that
-differs is written in place. What is gone is made again from what was kept, after what
-it held; so is a value that never changes, if it holds something else by now. After the
-run all that was written, and what the forward wrote, gets back what it held just
-before. No other holder is written.
+In comes what was kept of a value: its number among the tensors, a reference to it, or
+what it held. Out comes the value. One that is there is itself, and is written in place
+if it holds something else by now. One that is gone is made again, after what it held,
+and so is one that never changes, if it holds something else. After the run all that
+was written, and what the forward wrote, gets back what it held just before.
+
+    Exchange            of what a call was given
+    restored.Restored   and of what its roots reach
+    running.Running     all for one recompute, as a context
+    lifted.Lifted       other tensors in place of the user's
+    Refilled            other tensors in a result, which stay
+    ForNames            to look for names in errors, and to write nothing
 
 Invariant: no lock is held while the function runs. Where two runs write one holder, the
 one that ends first hands what was there before it to the other.
-Rejected: a lock. A recompute may wait for a thread whose backward recomputes, too.
+Rejected: a lock. A recompute may wait for a thread whose backward recomputes, too. To
+make all that can be changed, and to fill it last: a frozenset of objects hashes these.
 """
 
 import contextlib
-import operator
-import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
-from remat._base.code import VIEWED, class_without_us
+from typing_extensions import override
+
 from remat._base.errors import RecomputeError
-from remat._reach.before import At, Before, HolderIndex, Place, Ref, Span
+from remat._reach.before import At, Ref
 from remat._reach.holders import (
     GONE,
     MISSING,
-    SCOPES,
     SLOTS,
     HolderKind,
-    container_kind,
-    without_contents,
 )
-from remat._reach.layout import Layout
-from remat._reach.objects import dict_of, is_view
-from remat._reach.parts import make
-
-
-# The class of an object.
-CLASS_OF = HolderKind(
-    lambda value: (type(value),),
-    lambda value, _, kinds: object.__setattr__(value, "__class__", kinds[0]),
-    fixed=1,
-)
+from remat._reach.parts import LOCK, Box, HolderParts, are_same, written_to
+from remat._reach.watched import Iterated
 
 
 class Exchange:
-    """What the holders of one layout are given for one run."""
+    """What everything is in one run.
 
-    def __init__(
-        self,
-        layout: Layout,
-        before: Before,
-        effects: set[HolderIndex] | None,
-        namespaces: Sequence[dict[str, Any]],
-        tensors: Sequence[Any],
-        special: dict[int, Any],
-        made: dict[int, Any],
-        alive: dict[int, Any],
-    ) -> None:
-        self._layout, self._before, self._effects = layout, before, effects
-        self._namespaces = namespaces
-        self._tensors, self._special = tensors, special
-        # By identity: what is made again, and what holders hold by now, of all roots.
-        self._made, self._alive = made, alive
-        self._owners: list[Any] = []  # found by `revive_owners`, for all roots first
-        self._views: list[Any] = []  # those that were made again
-        self._others: list[tuple[Any, Any]] = []  # of another class, and of which then
-        self._frozen: set[int] = set()  # the identities of values that never change
-        self._now: list[tuple[Span, Place | None, Any, list[Any], list[Any]]] = []
-        self._holders: dict[Any, tuple[HolderKind, Any]] = {}  # by `HolderIndex`
-        # By identity, what each value is in this run, and which were looked at.
+    Attributes:
+        tensors: of the call, to run on.
+        are_there: whether some containers that were passed may still be there.
+        undo: what puts back what was there just before.
+    """
+
+    __slots__ = ("_alive", "_found", "_held", "_made", "are_there", "tensors", "undo")
+
+    def __init__(self, tensors: Sequence[Any], are_there: bool = False) -> None:
+        self.tensors: Sequence[Any] = tensors
+        self.are_there = are_there
+        self.undo: list[Callable[[], object]] = []
+        # By identity at the call: what each value is in this run, what was made again,
+        # what holders hold by now, and what those held that roots reach.
         self._found: dict[int, Any] = {}
-        self._entered: set[int] = set()
-        self._written: list[Written] = []
-        self._tokens: list[tuple[Any, Any]] = []
+        self._made: dict[int, Any] = {}
+        self._alive: dict[int, Any] = {}
+        self._held: dict[int, list[HolderParts]] = {}
 
-    def look(self) -> None:
-        """Note what is there by now, for all roots first: it may be somewhere else."""
-        groups = [held for _, held in self._layout.holders(self._owners)]
-        alive = self._alive
-        alive.update((id(v), v) for v in self._layout.variables)
-        for span, place in self._before.holders(self._layout):
-            if place is None:
-                holder = groups[span.group][span.number]
+    # --- What each value is ---
+
+    def values(self, kept: Sequence[Any]) -> list[Any]:
+        """Return values, from what was kept of them."""
+        tensors = self.tensors
+        if type(kept) is range:
+            return [*tensors[kept.start : kept.stop]]
+        values: list[Any] = []
+        for k in kept:
+            kind = type(k)
+            if kind is At:
+                values.append(tensors[k.number])
+            elif kind is Ref:
+                is_known = self._found or self._held or k.ref is None
+                value = None if is_known else k.ref()
+                values.append(self.found(k) if value is None else value)
+            elif kind is Box:
+                if self.are_there and k.id not in self._found:
+                    self._look_at([box for box in kept if type(box) is Box])
+                values.append(self.found(k))
             else:
-                holder = self._there(self._before.at(place))
-                if span.kind.frozen:
-                    self._frozen.add(self._before.at(place).id)
-            if holder is None:
-                self._now.append((span, place, None, [], []))
-                continue
-            keys, now = span.kind.held(holder)
-            self._now.append((span, place, holder, keys, now))
-            alive.update(zip(map(id, now), now, strict=True))
-            alive.update(zip(map(id, keys), keys, strict=True))
-
-    def start(self) -> None:
-        """Have all holders hold what they held."""
-        self._give_classes()
-        self._keep_frozen()
-        for span, place, holder, now_keys, now in self._now:
-            if span.kind.frozen:
-                self._holders[span[1:3]] = span.kind, holder
-                continue
-            if place is not None and (holder is None or self._frozen):
-                found = self.found(self._before.at(place))
-                if found is not holder:
-                    holder, (now_keys, now) = found, span.kind.held(found)
-            self._holders[span[1:3]] = span.kind, holder
-            keys, then = self._then(span, self.found, self._special)
-            is_same = are_same(now, then) and are_same(now_keys, keys)
-            # What the forward wrote, the run may write: it is put back in any case.
-            if is_same and self._effects is not None and span[1:3] not in self._effects:
-                continue
-            for written in written_to(span.kind, holder, now_keys, now):
-                self._written.append(written)
-                written.start()
-            if not is_same:
-                token = span.kind.write(holder, keys, then)
-                if token is not None:  # of a context variable
-                    self._tokens.append((holder, token))
-        self._now.clear()
-        self._fill_views()
-
-    def _give_classes(self) -> None:
-        """Have all objects be of the classes that they had."""
-        others, known = self._others, {id(owner) for owner, _ in self._others}
-        if self._effects is None:  # the run may give any object another one
-            objects, slotted = self._layout.objects, self._layout.slotted
-            each = (*self._owners[objects], *self._owners[slotted])
-            others = others + [(o, type(o)) for o in each if id(o) not in known]
-        for owner, kind in others:
-            (written,) = written_to(CLASS_OF, owner, [], [type(owner)])
-            self._written.append(written)
-            written.start()
-            if kind is not type(owner):
-                CLASS_OF.write(owner, [], [kind])
-
-    def _keep_frozen(self) -> None:
-        """Note which values that never change hold what they held, from within."""
-
-        def find(kept: Ref) -> Any:
-            if kept.id in self._frozen or kept.id in self._made:
-                return self._found.get(kept.id)
-            return self._there(kept)
-
-        for span, place, holder, _, now in reversed(self._now):
-            if span.kind.frozen and place is not None and holder is not None:
-                key = self._before.at(place).id
-                if key not in self._made and are_same(
-                    self._then(span, find, {})[1], now
-                ):
-                    self._found[key] = holder
-
-    def _fill_views(self) -> None:
-        """Give the views that were made again the dicts of their modules."""
-        for view in self._views:
-            module = view
-            while is_view(type(module)):
-                module = getattr(module, VIEWED)
-            object.__setattr__(view, "__dict__", vars(module))
-
-    def container(self, key: int) -> Any:
-        """Return a container that an owner leads to, by its identity; None if none."""
-        if key not in self._before.places(self._layout):
-            return None
-        return self._found.get(key)
-
-    def holders(self) -> list[tuple[HolderKind, Any]]:
-        """Return the holders that are there, and how each is read."""
-        each = self._holders.values()
-        return [(kind, holder) for kind, holder in each if holder is not None]
-
-    def holder(self, index: HolderIndex) -> Any:
-        """Return a holder, as it is in this run."""
-        return self._holders[index][1]
-
-    def set_aside(self, made: Collection[Any]) -> "list[Written]":
-        """Return what was written of values that the run has made, which stays."""
-        own = {id(part) for value in made for part in (value, dict_of(value))}
-        kept = [written for written in self._written if id(written.holder) in own]
-        self._written = [one for one in self._written if id(one.holder) not in own]
-        return kept
-
-    def end(self) -> None:
-        """Give back what was there just before the run."""
-        for variable, token in reversed(self._tokens):
-            with contextlib.suppress(ValueError):  # in another context
-                variable.reset(token)
-        for written in reversed(self._written):
-            written.end()
-
-    # --- What was there ---
-
-    def _then(
-        self, span: Span, find: Callable[[Ref], Any], special: Mapping[int, Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Return the keys and the values that a holder held, as they are in the run."""
-        tensors = self._tensors
-        keys, then = span.of(self._before.keys, self._before.kept)
-        for held, first in ((keys, None), (then, span.start)):
-            for i, kept in enumerate(held):
-                if type(kept) is At:
-                    held[i] = tensors[kept.number]
-                elif type(kept) is Ref:
-                    instead = None if first is None else special.get(first + i)
-                    held[i] = find(kept) if instead is None else instead
-        return keys, then
+                values.append(k.again() if kind is Iterated else k)
+        return values
 
     def found(self, kept: Ref) -> Any:
-        """Return a value that was not held: itself, or what was made again."""
+        """Return a value: itself, or what was made again."""
         key = kept.id
         value = self._found.get(key)
-        if value is None:
-            if key not in self._frozen and key not in self._made:
+        if value is None and type(kept) is Ref and key not in self._made:
+            held = self._held_by(kept)
+            if not (held and held[0].kind.frozen):
                 value = self._there(kept)
-            if value is None:
-                make(kept, self._enter, self._complete)
-                return self._found[key]
-            self._found[key] = value
+        if value is None:
+            todo: set[int] = set()  # still to be made or filled
+            left = self._in_order(kept, todo)
+            while left:
+                again = [k for k in left if k.id in todo and not self._complete(k)]
+                if len(again) == len(left):
+                    raise RecomputeError(_AROUND_ITSELF)
+                left = again
+            value = self._found[key]
         return value
+
+    def _in_order(self, kept: Ref, entered: set[int]) -> list[Ref]:
+        """Return what a value leads to, each after what it holds, without recursion."""
+        todo = [(kept, iter(self._enter(kept, entered) or ()))]
+        order: list[Ref] = []
+        while todo:
+            above, left = todo[-1]
+            for part in left:
+                parts = self._enter(part, entered)
+                if parts is not None:
+                    todo.append((part, iter(parts)))
+                    break
+            else:
+                todo.pop()
+                order.append(above)
+        return order
 
     def _there(self, kept: Ref) -> Any:
         """Return a value that is there, as it is by now, or None."""
@@ -231,143 +131,118 @@ class Exchange:
         value = self._alive.get(kept.id)
         return value if type(value) is kept.kind() else None
 
-    def _enter(self, kept: Ref) -> Sequence[Ref] | None:
-        """Find a value, or make it if it can be filled later."""
-        key = kept.id
-        if key in self._found or key in self._entered:
+    def _look_at(self, boxes: list[Box]) -> None:
+        """Note what containers that were passed, and are there, hold by now."""
+        looked: set[int] = set()
+        absent: set[int] = set()
+        for box in boxes:  # which grow
+            if box.ref is None and box.is_flat:
+                continue
+            value, key = self._there(box), box.id
+            known = absent if value is None else looked
+            if key in known:
+                continue
+            known.add(key)
+            if value is not None:
+                for part in box.held:
+                    self._note_alive(part.kind, value)
+            boxes += box.boxes()
+
+    def _note_alive(self, kind: HolderKind, holder: Any) -> tuple[list[Any], list[Any]]:
+        """Note what a holder holds by now, and return its keys and its values."""
+        keys, now = held = kind.held(holder)
+        self._alive.update(zip(map(id, now), now, strict=True))
+        self._alive.update(zip(map(id, keys), keys, strict=True))
+        return held
+
+    def _held_by(self, kept: Ref) -> Sequence[HolderParts]:
+        """Return what a value held."""
+        return kept.held if type(kept) is Box else self._held.get(kept.id, ())
+
+    def _enter(self, kept: Ref, todo: set[int]) -> Sequence[Ref] | None:
+        """Find a value, or make it if it can be filled later; return what it lacks."""
+        key, is_passed = kept.id, type(kept) is Box
+        if key in self._found or key in todo:
             return None
-        self._entered.add(key)
-        value, spans = self._there(kept), self._spans_of(key)
-        is_frozen = bool(spans) and spans[0].kind.frozen
-        if not is_frozen:
+        if is_passed and (value := self._as_it_was(key)) is not None:
+            self._found[key] = value
+            return None
+        held, value = self._held_by(kept), self._there(kept)
+        if not (held and held[0].kind.frozen):
             is_there = value is not None and key not in self._made
             if value is None:
                 value = self._made[key] = self._new(kept, ())
             self._found[key] = value
-            if is_there:
+            if is_there and not is_passed:
                 return ()  # its contents are written in turn
-        return [ref for span in spans for ref in self._missing(span)]
+        todo.add(key)
+        return [k for part in held for k in self._missing(kept, part)]
 
-    def _spans_of(self, key: int) -> list[Span]:
-        return self._before.spans_by_id(self._layout).get(key, [])
+    def _as_it_was(self, key: int) -> Any:
+        """Return a container that is there and holds all that it held; None if none."""
 
-    def _missing(self, span: Span) -> list[Ref]:
-        """Return what a holder held that is not found yet."""
-        keys, kept = span.of(self._before.keys, self._before.kept)
-        return [k for k in kept + keys if type(k) is Ref and k.id not in self._found]
+    def _missing(self, kept: Any, part: HolderParts) -> list[Ref]:
+        """Return what a value held that is not found yet."""
+        if type(kept) is Box and kept.is_flat:
+            return []
+        found = self._found
+        return [
+            k
+            for k in (*part.items, *part.keys)
+            if type(k) in _REFS and k.id not in found
+        ]
 
     def _complete(self, kept: Ref) -> bool:
-        """Make a value that never changes, or fill one that was made."""
-        key, spans = kept.id, self._spans_of(kept.id)
-        if key not in self._found:
-            first = spans[0]
-            if self._missing(first):
+        """Make a value that never changes, or fill another; say whether it is whole."""
+        key, is_whole = kept.id, True
+        for part in self._held_by(kept):
+            is_missing = bool(self._missing(kept, part))
+            if part.kind.frozen:
+                if is_missing:
+                    return False
+                if key not in self._found:
+                    self._found[key] = self._frozen(kept, part)
+            elif key in self._made:
+                self._fill(part, self._made[key], is_whole=not is_missing)
+            elif is_missing:
                 return False
-            value, (_, then) = (
-                self._there(kept),
-                self._then(first, self.found, self._special),
-            )
-            if value is None or not are_same(first.kind.held(value)[1], then):
-                value = self._made[key] = self._new(kept, then)
-            self._found[key] = value
-        if key in self._made:
-            for span in spans:
-                if not span.kind.frozen:
-                    self._fill(span, self._made[key])
-        return True
+            elif type(kept) is Box:
+                self.write(part, self._found[key])
+            is_whole = is_whole and not is_missing
+        return is_whole
 
-    def _fill(self, span: Span, holder: Any) -> None:
-        """Give a holder that was made what is found of what it held, for its hash.
+    def _frozen(self, kept: Ref, part: HolderParts) -> Any:
+        """Return a value that never changes: itself, if it holds what it held."""
+        value, items = self._there(kept), self.values(part.items)
+        if value is None or not are_same(part.kind.held(value)[1], items):
+            value = self._made[kept.id] = self._new(kept, items)
+        return value
 
-        What leads back to it may be missing; `start` writes all.
+    def _fill(self, part: HolderParts, holder: Any, *, is_whole: bool) -> None:
+        """Fill a value that was made with what is found of what it held, for its hash.
+
+        What leads back to it may be missing.
         """
+        kind, keys, items = part.kind, part.keys, part.items
+        if not is_whole:
+            keys, items = ([*map(self._or_missing, held)] for held in (keys, items))
+            if kind.keyed:
+                pairs = [*zip(keys, items, strict=True)]
+                pairs = [p for p in pairs if not any(v is MISSING for v in p)]
+                keys, items = [k for k, _ in pairs], [v for _, v in pairs]
+            elif kind is not SLOTS:
+                return
+        kind.write(holder, keys and self.values(keys), self.values(items))
 
-        def find(kept: Ref) -> Any:
-            return self._found.get(kept.id, MISSING)
-
-        keys, then = self._then(span, find, self._special)
-        if span.kind.keyed:
-            pairs = [*zip(keys, then, strict=True)]
-            pairs = [(k, v) for k, v in pairs if k is not MISSING and v is not MISSING]
-            keys, then = [k for k, _ in pairs], [v for _, v in pairs]
-        if span.kind is SLOTS or all(v is not MISSING for v in then):
-            span.kind.write(holder, keys, then)
-
-    # --- What is gone ---
-
-    def revive_owners(self) -> None:
-        """Find the owners; those that are gone are made again."""
-        layout = self._layout
-        self._owners = owners = [ref() for ref in layout.owners]
-        for i in self._gone(layout.classes):
-            name = layout.class_names[i - layout.classes.start]
-            raise RecomputeError(GONE.format(name=f"The class {name}"))
-        self._check_classes(layout.objects)
-        self._check_classes(layout.slotted)
-        for i in self._gone(layout.slotted):
-            owners[i] = self._made[layout.births[i]]
-            if is_view(type(owners[i])):
-                self._views.append(owners[i])
-        for i in self._gone(layout.functions):
-            fn = self._function(i - layout.functions.start)
-            owners[i] = self._made.setdefault(layout.births[i], fn)
-        for i in self._gone(layout.objects):
-            owners[i] = self._made[layout.births[i]]
-
-    def _gone(self, section: slice) -> list[int]:
-        """Return which owners of a section are gone."""
-        indices = range(len(self._owners))[section]
-        return [i for i in indices if self._owners[i] is None]
-
-    def _check_classes(self, section: slice) -> None:
-        """Check the classes of objects; make those again that are gone."""
-        for i in range(len(self._owners))[section]:
-            owner, key = self._owners[i], self._layout.births[i]
-            if owner is not None:
-                now, then = type(owner), self._class_of(i)
-                if then is not now and class_without_us(now) is not class_without_us(
-                    then
-                ):
-                    self._others.append((owner, then))  # changed other than by remat
-                continue
-            if key in self._made:
-                continue
-            kind = self._class_of(i)
-            if container_kind(kind) is not None:
-                place = self._before.places(self._layout)[key]
-                self._made[key] = self._new(self._before.at(place), ())
-                continue
-            if hasattr(kind, "__del__"):
-                name = f"A {kind.__qualname__}, which has `__del__`,"
-                raise RecomputeError(GONE.format(name=name))
-            self._made[key] = without_contents(kind)
-
-    def _class_of(self, i: int) -> Any:
-        kind = self._before.classes[i]()
-        if kind is None:
-            raise RecomputeError(GONE.format(name="The class of an object"))
-        return kind
-
-    def _function(self, i: int) -> types.FunctionType:
-        """Return a function like one that is gone, with the variables that are left."""
-        functions, layout = self._owners[self._layout.functions], self._layout
-        alive, kind = self._alive, types.CellType
-        cells = {k: c for k in layout.cells[i] if type(c := alive.get(k)) is kind}
-        for fn, keys in zip(functions, layout.cells, strict=True):
-            if fn is not None:
-                cells.update(zip(keys, fn.__closure__ or (), strict=True))
-        for key in layout.cells[i]:
-            if key not in cells:
-                cells[key] = self._made.setdefault(key, kind())
-        closure = tuple(cells[key] for key in layout.cells[i]) or None
-        code, namespace = self._before.code_of(i), self._namespaces[i]
-        return types.FunctionType(code, namespace, code.co_name, None, closure)
+    def _or_missing(self, kept: Any) -> Any:
+        is_missing = type(kept) in _REFS and kept.id not in self._found
+        return MISSING if is_missing else kept
 
     def _new(self, kept: Ref, values: Sequence[Any]) -> Any:
         """Return a value like one that is gone."""
-        kind, spans = kept.kind(), self._spans_of(kept.id)
-        if spans and kind is not None:
-            return spans[0].kind.new(kind, values, kept.limit)
+        kind, held = kept.kind(), self._held_by(kept)
+        if held and kind is not None:
+            return held[0].kind.new(kind, values, kept.limit)
         if kind in (dict, set, OrderedDict):
             return kind()  # of a module, and always empty
         name = "An object" if kind is None else f"A value of {kind.__qualname__}"
@@ -375,75 +250,94 @@ class Exchange:
             name = "A hook, or another function,"
         raise RecomputeError(GONE.format(name=name))
 
+    # --- What is written ---
 
-def are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Say whether two sequences hold the same objects."""
-    return len(a) == len(b) and all(map(operator.is_, a, b))
+    def write(self, then: HolderParts, holder: Any, now: Any = None) -> None:
+        """Have a holder, which holds `now`, hold something until the run has ended."""
+        keys, items = then.keys and self.values(then.keys), self.values(then.items)
+        if now is None or then.is_changed or not _are_both_same(now, (keys, items)):
+            self.give(then.kind, holder, keys, items, is_changed=then.is_changed)
 
-
-# --- What was there just before ---
-
-
-class Written:
-    """A holder that is written for a run, and what it held just before."""
-
-    __slots__ = ("holder", "key", "keys", "kind", "values")
-
-    def __init__(
+    def give(
         self,
         kind: HolderKind,
         holder: Any,
-        keys: list[Any],
-        values: list[Any],
-        key: Any,
+        keys: Sequence[Any],
+        items: Sequence[Any],
+        *,
+        is_changed: bool = True,
     ) -> None:
-        self.kind, self.holder, self.key = kind, holder, key
-        self.keys, self.values = keys, values
+        """Have a holder hold these until the run has ended.
 
-    def start(self) -> None:
-        """Note that a run writes this holder."""
+        What the forward wrote, the run may write: it is put back in any case.
+        """
         with LOCK:
-            RUNNING.setdefault(self.key, []).append(self)
-            # Another run may have ended since it was read.
-            self.keys, self.values = self.kind.held(self.holder)
-
-    def end(self) -> None:
-        """Give back what was there, or hand it to a run that began later."""
-        with LOCK:
-            runs = RUNNING[self.key]
-            i = runs.index(self)
-            del runs[i]
-            if i < len(runs):
-                runs[i].keys, runs[i].values = self.keys, self.values
+            now_keys, now = kind.held(holder)
+            is_same = _are_both_same((now_keys, now), (keys, items))
+            if is_same and not is_changed:
                 return
-            if not runs:
-                del RUNNING[self.key]
-            keys, values = self.kind.held(self.holder)
-            if not (are_same(keys, self.keys) and are_same(values, self.values)):
-                self.kind.put_back(self.holder, self.keys, self.values)
+            for written in written_to(kind, holder, now_keys, now):
+                self.undo.append(written.end)
+        if not is_same:
+            token = kind.write(holder, keys, items)
+            if token is not None:  # of a context variable
+                self.undo.append(partial(_reset, holder, token))
+
+    def put_back(self) -> None:
+        """Give back what was there just before the run."""
+        try:
+            while self.undo:
+                self.undo.pop()()
+        finally:
+            if self.undo:  # one of them raised: the others still do
+                self.put_back()
 
 
-# A value that is let go of may run the user's code, which may recompute.
-LOCK = threading.RLock()
-# By what is written, the runs that wrote it, in order.
-RUNNING: dict[Any, list[Written]] = {}
+def _are_both_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return are_same(a[0], b[0]) and are_same(a[1], b[1])
 
 
-AnyWritten = TypeVar("AnyWritten", bound=Written)
+def _reset(variable: Any, token: Any) -> None:
+    with contextlib.suppress(ValueError):  # in another context
+        variable.reset(token)
 
 
-def written_to(
-    kind: HolderKind,
-    holder: Any,
-    keys: list[Any],
-    values: list[Any],
-    noted_as: type[AnyWritten] = Written,
-) -> list[AnyWritten]:
-    """Return what is to be put back: each global variable by itself."""
-    if kind is not SCOPES:
-        return [noted_as(kind, holder, keys, values, (id(holder), id(kind)))]
-    scope, names = holder
-    return [
-        noted_as(kind, (scope, (name,)), [], [value], (id(scope), name))
-        for name, value in zip(names, values, strict=True)
-    ]
+_REFS = {Ref, Box}
+
+
+class ForNames(Exchange):
+    """For names in errors: what is there is as it is by now, and is not written."""
+
+    __slots__ = ()
+
+    def __init__(self, tensors: Sequence[Any], run: Exchange | None) -> None:
+        super().__init__(tensors)
+        if run is not None:
+            self._made = {**run._made}
+
+    @override
+    def _new(self, kept: Ref, values: Sequence[Any]) -> Any:
+        return super()._new(kept, values) if type(kept) is Box else None
+
+    @override
+    def write(self, then: HolderParts, holder: Any, now: Any = None) -> None:
+        """Leave it."""
+
+
+class Refilled(Exchange):
+    """Values that are filled, or made again, around other tensors. They stay so."""
+
+    __slots__ = ()
+
+    @override
+    def write(self, then: HolderParts, holder: Any, now: Any = None) -> None:
+        """Have a holder hold something."""
+        # Past methods of the user's, which may do more than set an item.
+        then.kind.write(holder, self.values(then.keys), self.values(then.items))
+
+
+_AROUND_ITSELF = (
+    "remat: a value that never changes, and that the function reached at the call, is "
+    "gone, and holds itself. It cannot be made again for the recompute. Keep it alive "
+    "until the backward."
+)

@@ -38,54 +38,30 @@ from typing_extensions import override
 from remat._base.errors import CaptureError
 from remat._base.types import ATOMS
 from remat._reach.copies import without_copies
-from remat._reach.exchange import LOCK, RUNNING, Written, are_same, written_to
+from remat._reach.exchange import Exchange
 from remat._reach.holders import FUNCTIONS, SCOPES, SCRIPTED, HolderKind, kinds_of
 from remat._reach.identities import end_leases, refuse_of_tensors
 from remat._reach.left import Left, LeftAt, LeftPlace
-from remat._reach.parts import FindHolders, HolderNow, among, held_in, holding, make
+from remat._reach.parts import (
+    LOCK,
+    Box,
+    FindHolders,
+    HolderNow,
+    KindAndHolder,
+    among,
+    are_same,
+    held_in,
+    holding,
+    written_to,
+)
 from remat._reach.roots import roots_of
 from remat._torch.levels import is_of_level_above, is_of_torch_func
 
 
-class Replaced(Written):
-    """A holder in which something stands in for what is the user's."""
-
-    __slots__ = ("_meanwhile", "_own")
-
-    def write(self, keys: list[Any], values: list[Any], own: Any) -> None:
-        """Have it hold these; `own` says of what stands in what is the user's."""
-        self._meanwhile, self._own = (keys, values), own
-        self.kind.write(self.holder, keys, values)
-
-    @override
-    def end(self) -> None:
-        """Give back what is the user's, and leave what changed meanwhile."""
-        with LOCK:
-            if RUNNING[self.key][-1] is self:
-                keys, values = self.kind.held(self.holder)
-                then_keys, then = self._meanwhile
-                if not (are_same(keys, then_keys) and are_same(values, then)):
-                    self.keys = self._owned(keys, then_keys, self.keys)
-                    self.values = self._owned(values, then, self.values)
-            super().end()
-
-    def _owned(
-        self, now: list[Any], then: Sequence[Any], before: Sequence[Any]
-    ) -> list[Any]:
-        own = self._own
-        if len(now) != len(then):
-            return [*map(own, now)]
-        each = zip(now, then, before, strict=True)
-        return [was if value is there else own(value) for value, there, was in each]
-
-
-class Lifted:
+class Lifted(Exchange):
     """A context in which other tensors stand in for the user's."""
 
-    __slots__ = (
-        *("_holding", "_kept", "_made", "_own", "_stand_ins", "_users", "written"),
-        "tensors",
-    )
+    __slots__ = "_holding", "_kept", "_own", "_remade", "_users"
 
     def __init__(
         self,
@@ -93,41 +69,35 @@ class Lifted:
         users: Sequence[Any],
         tensors: Sequence[Any],
     ) -> None:
-        self._holding = holding
-        self._kept, self.tensors = users, tensors  # whose identities are noted
+        super().__init__(tensors)
+        self._holding, self._kept = holding, users  # whose identities are noted
         pairs = [(u, t) for u, t in zip(users, tensors, strict=True) if u is not t]
-        self._stand_ins = {id(u): t for u, t in pairs}
+        self._found = {id(u): t for u, t in pairs}
         known = {*map(id, users)}
         self._own = own = without_copies(users)
         if own is not users:  # another thread may put what is the user's back there
             pairs = [(o, t) for o, t in zip(own, tensors, strict=True) if o is not t]
-            self._stand_ins.update((id(o), t) for o, t in pairs)
+            self._found.update((id(o), t) for o, t in pairs)
         self._users = {id(t): u for u, t in pairs if id(t) not in known}
-        self.written: list[Replaced] = []
-        self._made: dict[int, HolderNow] = {}
+        self._remade: dict[int, tuple[Box, Any]] = {}  # with what is the user's
 
     def __enter__(self) -> Self:
-        if self._stand_ins and self._holding:
+        if self._found and self._holding:
             try:
                 self._exchange()
             except BaseException:
-                self.end()
+                self.put_back()
                 raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Give back what is the user's."""
-        while self.written:
-            self.written.pop().end()
+        self.put_back()
 
     def without(self, kind: type) -> "Lifted":
         """Put back what is the user's in place of stand-ins of a class."""
         if kind not in map(type, self.tensors):
             return self
-        self.end()
+        self.put_back()
         each = zip(self._kept, self.tensors, strict=True)
         pairs = [(u, t) for u, t in each if type(t) is not kind]
         left = Lifted(self._holding, [u for u, _ in pairs], [t for _, t in pairs])
@@ -142,7 +112,7 @@ class Lifted:
 
     def of(self, value: Any) -> Any:
         """Return what stands in for a value of the user's; itself if nothing does."""
-        return self._stand_ins.get(id(value), value)
+        return self._found.get(id(value), value)
 
     def own(self, value: Any) -> Any:
         """Return what is the user's of a value that may stand in for that."""
@@ -156,70 +126,47 @@ class Lifted:
     # --- The exchange ---
 
     def _exchange(self) -> None:
-        to_write: dict[Any, HolderNow] = {}
-        new: Any = self._stand_ins
+        to_write: dict[Any, KindAndHolder] = {}
+        new: Any = self._found
         while new:
-            found = [held for here in self._holding for held in here(new)]
+            found = [one for here in self._holding for one in here(new)]
             new = set()
-            for held in found:
-                if not held.kind.frozen:
-                    to_write.setdefault(_key_of(held), held)
-                elif held.kind is SCRIPTED:
-                    name = held.holder.original_name
-                    raise CaptureError(_SCRIPTED.format(name=name))
-                elif id(held.holder) not in self._made:
-                    self._made[id(held.holder)] = held
-                    new.add(id(held.holder))
-        entered: set[int] = set()
-        for key in self._made:
-            make(key, lambda k: self._enter(k, entered), self._complete)
-        for held in self._made.values():
-            for kind in kinds_of(held.holder, type(held.holder)):
-                self._write_made(HolderNow(kind, held.holder, *kind.held(held.holder)))
-        for held in to_write.values():
-            self._write(held)
+            for kind, holder in found:
+                if not kind.frozen:
+                    to_write[_key_of(kind, holder)] = kind, holder
+                elif kind is SCRIPTED:
+                    raise CaptureError(_SCRIPTED.format(name=holder.original_name))
+                elif id(holder) not in self._remade:
+                    kinds = kinds_of(holder, type(holder))
+                    self._remade[id(holder)] = Box(holder, kinds), holder
+                    new.add(id(holder))
+        self._make_again()
+        for kind, holder in to_write.values():
+            self._write(kind, holder)
 
-    def _enter(self, key: int, entered: set[int]) -> Sequence[int] | None:
-        """Return what is to be made before a value that never changes."""
-        if key in entered:
-            return None
-        entered.add(key)
-        return [id(v) for v in self._made[key].parts() if id(v) in self._made]
+    def _make_again(self) -> None:
+        """Make values that never change again, around what stands in."""
+        of, boxes = self.of, {key: box for key, (box, _) in self._remade.items()}
+        for box in boxes.values():
+            box.put_aside(lambda value: boxes.get(id(value)) or of(value))
+        for box, value in self._remade.values():
+            self._users[id(self.found(box))] = value
 
-    def _complete(self, key: int) -> bool:
-        """Make a value that never changes around what stands in."""
-        if key in self._stand_ins:
-            return True
-        held, stand_ins = self._made[key], self._stand_ins
-        if any(id(v) in self._made.keys() - stand_ins.keys() for v in held.parts()):
-            return False
-        made = held.kind.new(type(held.holder), [*map(self.of, held.values)], None)
-        self._stand_ins[key] = made
-        self._users[id(made)] = held.holder
-        return True
-
-    def _write(self, held: HolderNow) -> None:
-        kind, holder, of = held.kind, held.holder, self.of
+    def _write(self, kind: HolderKind, holder: Any) -> None:
+        of = self.of
         if of(holder) is not holder:  # it is made again
             return
-        keys, values = [*held.keys], [*held.values]
-        for written in written_to(kind, holder, keys, values, Replaced):
-            with LOCK:  # what another thread put there may be taken away meanwhile
-                written.start()
-                self.written.append(written)
-                now_keys, now = written.keys, without_copies(written.values)
-                written.write([*map(of, now_keys)], [*map(of, now)], self.own)
-
-    def _write_made(self, held: HolderNow) -> None:
-        of = self.of
-        held.kind.write(of(held.holder), [*map(of, held.keys)], [*map(of, held.values)])
+        with LOCK:  # what another thread put there may be taken away meanwhile
+            for written in written_to(kind, holder, *kind.held(holder)):
+                self.undo.append(written.end)
+                written.replace(of, self.own)
 
 
-def _key_of(held: HolderNow) -> tuple[int, ...]:
-    if held.kind is SCOPES:
-        scope, names = held.holder
+def _key_of(kind: HolderKind, holder: Any) -> tuple[int, ...]:
+    if kind is SCOPES:
+        scope, names = holder
         return id(scope), id(names)
-    return id(held.holder), id(held.kind)
+    return id(holder), id(kind)
 
 
 # --- A forward ---
@@ -250,7 +197,7 @@ class LiftedForward(Lifted):
             here.append(partial(among, self._boxes))
         self._known: Container[int] | None = None
         # After a run:
-        self.left: list[tuple[LeftAt, Left]] = []
+        self.left: list[Left] = []
         self._numbers: list[int] = []  # if they may be identities
         super().__init__(here, users, tensors)
 
@@ -260,13 +207,13 @@ class LiftedForward(Lifted):
         if asks_id:
             held = [part for held in self._boxes for part in held.parts()]
             held += [v for _, t in self._roots for v in (*t.values, *t.keys)]
-            refuse_of_tensors(held, self._stand_ins)
+            refuse_of_tensors(held, self._found)
         super().__enter__()
         passed = {id(held.holder) for held in self._boxes}
-        if asks_id and not passed.isdisjoint(self._made):
-            self.end()
-            key = next(key for key in self._made if key in passed)
-            kind = type(self._made[key].holder).__qualname__
+        if asks_id and not passed.isdisjoint(self._remade):
+            self.put_back()
+            key = next(key for key in self._remade if key in passed)
+            kind = type(self._remade[key][1]).__qualname__
             raise CaptureError(_CONTAINER.format(kind=kind))
         return self
 
@@ -299,7 +246,7 @@ class LiftedForward(Lifted):
             return
         with LOCK:  # of another thread there may be a copy, which is not to be left
             keys, values = kind.held(holder)
-            if self._stand_ins:
+            if self._found:
                 own_keys, own = self.owned(keys), self.owned(values)
                 if not (are_same(own_keys, keys) and are_same(own, values)):
                     kind.write(holder, own_keys, own)
@@ -310,8 +257,7 @@ class LiftedForward(Lifted):
         if kind is not FUNCTIONS and not isinstance(holder, set):
             at = [i for i, value in enumerate(held) if self.may_be_left(value)]
             if at:
-                left = LeftAt(where, kind, at)
-                self.left.append((left, Left(left, holder)))
+                self.left.append(Left(LeftAt(where, kind, at), holder))
 
     def may_be_left(self, value: Any) -> bool:
         """Say whether a value in a holder leads to tensors that the run computed."""
@@ -352,7 +298,7 @@ class LiftedForward(Lifted):
         roots = roots_of([lambda: new])  # a list, as a variable of a function
         pairs = [(r.layout, r.live) for r in roots if r.live is not None]
         here = [partial(holding, *pair) for pair in pairs]
-        stand_ins = [*self._stand_ins.values()]
+        stand_ins = [*self._found.values()]
         ours = [t for t in stand_ins if id(t) in self._users]
         before = [*new]
         Back(here, ours, [*map(self.own, ours)]).put()
@@ -382,8 +328,9 @@ class Back(Lifted):
         self._exchange()
 
     @override
-    def _write(self, held: HolderNow) -> None:
-        self._write_made(held)
+    def _write(self, kind: HolderKind, holder: Any) -> None:
+        keys, values = ([*map(self.of, held)] for held in kind.held(holder))
+        kind.write(self.of(holder), keys, values)
 
 
 _CONTAINER = (

@@ -18,9 +18,8 @@ from torch import Tensor
 from remat._base.tensors import versions_of
 from remat._base.types import INERT
 from remat._reach.before import differing, marks_of
-from remat._reach.exchange import are_same
 from remat._reach.layout import LiveValues, written
-from remat._reach.parts import held_in
+from remat._reach.parts import are_same, held_in
 from remat._reach.roots import Root
 from remat._reach.watched import Buffer
 from remat._torch.levels import base_tensor, below_all_levels

@@ -25,9 +25,10 @@ from remat._base.code import IDENTITY, MARKS
 from remat._base.tensors import describe
 from remat._base.types import Fn
 from remat._base.warned import warn
-from remat._reach.arguments import Building, CallArguments, StillThere, structure_of
+from remat._reach.arguments import CallArguments, structure_of
 from remat._reach.attributes import put_aside, set_again
 from remat._reach.before import At
+from remat._reach.exchange import ForNames
 from remat._reach.identities import RefuseMarks, end_leases, is_told, lease_of
 from remat._reach.lifted import LiftedForward
 from remat._reach.moment import Moment
@@ -61,7 +62,7 @@ class Reach(CodeFacts):
     """
 
     __slots__ = (
-        *("_boxes", "_buffers", "_cache", "_count", "_modes"),
+        *("_are_there", "_boxes", "_buffers", "_cache", "_count", "_modes"),
         *("_names", "_refs", "_roots", "_running", "_values", "_watched"),
         *("around", "attributes", "buffers", "first_parameter", "is_bare", "label"),
         *("left", "marks", "next_hook", "tensors"),
@@ -103,6 +104,7 @@ class Reach(CodeFacts):
                 self.add(root.layout.facts)
         if not IDENTITY.isdisjoint(self.asks):
             self._lease(passed)
+        self._are_there = passed.are_found
         if passed.are_found:
             self._watched = passed.watched()
         buffers = passed.buffers
@@ -141,9 +143,10 @@ class Reach(CodeFacts):
 
     def lease_passed(self, asks: Container[str] = ("id",)) -> None:
         """Refer to the containers that were passed, which code tells from others."""
+        self._are_there = True
         for box, value in self._boxes.values():
             if is_told(value, asks):
-                box.ref.ref = box.ref.ref or lease_of(value)
+                box.ref = box.ref or lease_of(value)
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -236,7 +239,8 @@ class Reach(CodeFacts):
         """
         users = users or self.alive
         buffers = self._buffers, self._changed
-        return Running(self._roots, buffers, self.next_hook, tensors, users)
+        args = self._roots, buffers, self.next_hook, tensors, users, self._are_there
+        return Running(*args)
 
     def _changed(self, buffer: Buffer) -> Exception:
         with contextlib.suppress(Exception):  # what held it is gone
@@ -288,14 +292,13 @@ class Reach(CodeFacts):
         if self.is_bare:
             *args, fn = self._bare_values(tensors)
         else:
-            building = Building(tensors, running)
-            if running is not None and self.left:
-                running.passed = building.made  # until the run has ended
-            cache = None if self._cache is None else building.value(self._cache)
-            *args, fn = building.values(self._values)
-            modes = modes and building.values(modes)
+            assert running is not None
+            if self._cache is not None:
+                (cache,) = running.values((self._cache,))
+            *args, fn = running.values(self._values)
+            modes = modes and running.values(modes)
             if self.attributes:
-                set_again(self.attributes, tensors, building)
+                set_again(self.attributes, tensors, running)
         fn = fn if self.around is None else self.around(fn)
         kwargs: dict[str, Any] = {}
         if self._names:
@@ -367,12 +370,10 @@ class Reach(CodeFacts):
     def _names_now(self, wanted: Any = None) -> tuple[CallNames, Sequence[Any]]:
         """Search for all tensors, and what is wanted; only an error needs names."""
         running = self._running
-        found = running if isinstance(running, Running) else StillThere
         there = self.alive() if running is None else running.tensors
         # In place of one that is gone is an empty one, so that a path is known.
         tensors = [torch.empty(0) if t is None else t for t in there]
-        building = Building(tensors, found, in_place=False)
-        *values, fn = building.values(self._values)
+        *values, fn = ForNames(tensors, running).values(self._values)
         kwargs = dict(zip(self._names, values[self._count :], strict=True))
         return CallNames(fn, values[: self._count], kwargs, wanted), tensors
 

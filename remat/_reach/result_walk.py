@@ -49,7 +49,7 @@ from remat._reach.holders import (
     flatten,
     kinds_of,
 )
-from remat._reach.left import Left, Part, filled, is_exchanged
+from remat._reach.left import Left, filled, is_exchanged
 from remat._reach.names import (
     NamedSearch,
     Path,
@@ -65,6 +65,7 @@ from remat._reach.objects import (
     is_left_alone,
     is_spent_by_use,
 )
+from remat._reach.parts import Box
 from remat._reach.stream_search import is_stream
 from remat._reach.watched import is_bare_buffer
 from remat._torch.levels import is_of_torch_func
@@ -126,7 +127,7 @@ class Result(NamedSearch):
         self._value, self.own, self._left = value, own, left
         self.places: dict[Path, int] = {}
         self._index: dict[int, int] = {}
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, Box] = {}
         self._hidden: list[Hidden] = []
         # Where tensors are in what was left in holders, which is walked last.
         self._places: set[Path] = set()
@@ -186,7 +187,8 @@ class Result(NamedSearch):
 
         parts, attributes = [*live.values()], self._attributes
         for part in parts:
-            part.empty(put_aside)
+            part.put_aside(put_aside)
+            part.empty()
         left = [(held, [*map(put_aside, held.values())]) for held in self._left]
         for held, kept in left:
             held.take_out([n for n, k in enumerate(kept) if is_exchanged(k)])
@@ -209,8 +211,11 @@ class Result(NamedSearch):
         kinds = self._kinds_at(value, kind, path)
         if not kinds:
             return ()
-        part = self._parts[id(value)] = Part(value, kinds)
-        return flatten(held_with_paths(how, kind, *h, path) for how, h in part.held)
+        box = self._parts[id(value)] = Box(value, kinds, is_held=True)
+        return flatten(
+            held_with_paths(part.kind, kind, part.keys, part.items, path)
+            for part in box.held
+        )
 
     def _is_others(self, value: Any) -> bool:
         """Say whether a value in a holder is no part of the result, nor leads there."""
@@ -311,7 +316,7 @@ class Result(NamedSearch):
         todo = [*found]
         for key in todo:  # which grows
             # Only what is made again is another value to what holds it.
-            if self._parts[key].frozen:
+            if self._parts[key].is_frozen:
                 new = {*above.get(key, ())} - found
                 found |= new
                 todo += new
@@ -360,7 +365,7 @@ class Result(NamedSearch):
         """
         search, own = NamedSearch(), self.own
         parts = self._parts.items()
-        search.seen.update((k, part.value) for k, part in parts if not part.frozen)
+        search.seen.update((k, box.ref()) for k, box in parts if not box.is_frozen)
         search.walk(value)
         if not own.originals.keys().isdisjoint(search.seen):
             return True  # to a replica, in place of the user's own object

@@ -21,22 +21,22 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from remat._reach.before import Before, HolderIndex
-from remat._reach.exchange import Exchange
 from remat._reach.holders import VARIABLES, HolderKind, MovedError, container_kind
 from remat._reach.identities import Lease, is_told, lease_of
 from remat._reach.layout import Layout, LiveValues, lay_out, live_in
+from remat._reach.parts import spans_at
 from remat._reach.watched import HeldBuffer, Iterated, Large, is_buffer
 
 
-# How a holder is read, it itself, its keys, what it holds, and what it is to hold.
-Differing = tuple[HolderKind, Any, list[Any], list[Any], list[Any]]
+# How a holder is read, it itself, and the numbers that it is to hold, by their places.
+Numbers = tuple[HolderKind, Any, dict[int, Any]]
 
 
 class Root:
     """What one root reached at a call."""
 
     __slots__ = (
-        *("_held", "_iterators", "_namespaces", "buffers", "effects", "live"),
+        *("_held", "_iterators", "buffers", "effects", "live", "namespaces"),
         *("before", "entries", "first", "large", "layout", "leases"),
     )
 
@@ -50,7 +50,7 @@ class Root:
         self.first: int | None = None
         owners = live.owners
         # Held for functions that have to be made again.
-        self._namespaces = [fn.__globals__ for fn in owners[layout.functions]]
+        self.namespaces = [fn.__globals__ for fn in owners[layout.functions]]
         self.leases: Sequence[Lease] = ()
         self._iterators: dict[int, Iterated] = {}
         self.buffers: list[HeldBuffer] = []
@@ -85,7 +85,7 @@ class Root:
             numbers.insert(i, number)
         return numbers
 
-    def _among(self, tensors: Sequence[Any]) -> Sequence[Any]:
+    def among(self, tensors: Sequence[Any]) -> Sequence[Any]:
         """Return its tensors, of those of the call."""
         numbers: Sequence[int] = self.entries
         if self.first is not None:
@@ -138,74 +138,55 @@ class Root:
                 return live_in(self.layout)
         return None
 
-    def but_for_tensors(
+    def but_for_values(
         self, live: LiveValues, tensors: Sequence[Any]
-    ) -> Iterable[tuple[Any, Any]] | None:
-        """Return pairs of tensors, that is there now and that is to be there.
+    ) -> tuple[Iterable[tuple[Any, Any]], Sequence[Numbers]] | None:
+        """Return what is to be exchanged, if that is tensors, numbers and words alone.
 
-        None if more is to be exchanged.
+        Pairs of tensors: that is there now, and that is to be there. And holders that
+        hold other numbers, or that the forward wrote. None if there is more.
         """
-        before = self.before
-        if self.effects is None or self.effects:
-            return None
-        if before.are_in(live):
-            if not before.has_tensors:
-                return ()
-            ours = self._among(tensors)
-            there = before.tensors_in(live)
-            if all(map(operator.is_, there, ours)):
-                return ()
-            return zip(there, ours, strict=True)
-        found = before.tensors_instead(live)
-        if found is None:
-            return None
-        numbers = self.numbers
-        return [(there, tensors[numbers[n]]) for there, n in found]
+        before, effects = self.before, self.effects
+        places: Any = ()
+        if not before.are_in(live):
+            places = before.others_in(live)
+            if places is None:
+                return None
+            if not all(before.is_number(p, live) for p in places):
+                found = before.tensors_instead(live)
+                if found is None or effects is None or effects:
+                    return None
+                numbers = self.numbers
+                return [(there, tensors[numbers[n]]) for there, n in found], ()
+        pairs: Iterable[tuple[Any, Any]] = ()
+        if before.has_tensors:
+            there, ours = before.tensors_in(live), self.among(tensors)
+            if not all(map(operator.is_, there, ours)):
+                if effects is None:  # the run may write any holder of these
+                    return None
+                pairs = zip(there, ours, strict=True)
+        holders = self._numbers_at(places, live) if places or effects else ()
+        return None if holders is None else (pairs, holders)
 
-    def but_for_numbers(
-        self, live: LiveValues, tensors: Sequence[Any]
-    ) -> list[Differing] | None:
-        """Return holders, if nothing is to be exchanged but numbers and words.
-
-        Those that hold other ones, and those that the forward wrote: with what they
-        hold, and what they are to hold. None if more is to be exchanged.
-        """
-        before, values = self.before, live.values
-        places = before.others_in(live)
-        if places is None or not all(before.is_number(p, live) for p in places):
-            return None
-        there = before.tensors_in(live)
-        if not all(map(operator.is_, there, self._among(tensors))):
-            return None
-        others, groups = {*places}, live.groups
-        found: list[Differing] = []
-        for span in before.spans_among(places, self.effects or ()):
-            kind, holders = groups[span.group]
+    def _numbers_at(
+        self, places: Sequence[int], live: LiveValues
+    ) -> Sequence[Numbers] | None:
+        found: list[Numbers] = []
+        groups, kept = live.groups, self.before.kept
+        for span in spans_at(self.layout, live, places, self.effects or ()):
+            kind, held = groups[span.group]
             if kind.frozen or kind is VARIABLES:  # made again, or reset
                 return None
-            keys, now = span.of(live.keys, values)
-            then = [
-                before.kept[p] if p in others else value
-                for p, value in enumerate(now, span.start)
-            ]
-            found.append((kind, holders[span.number], keys, now, then))
+            own = [p for p in places if span.start <= p < span.end]
+            then = {p - span.start: kept[p] for p in own}
+            found.append((kind, held[span.number], then))
         return found
 
-    def exchange(
-        self, tensors: Sequence[Any], made: dict[int, Any], alive: dict[int, Any]
-    ) -> Exchange:
-        """Return what has all that the root reaches hold what it held."""
-        return Exchange(
-            self.layout,
-            self.before,
-            self.effects,
-            self._namespaces,
-            self._among(tensors),
-            {place: it.again() for place, it in self._iterators.items()}
-            | {place: large.value for place, large in self.large.items()},
-            made,
-            alive,
-        )
+    def instead(self) -> dict[int, Any]:
+        """Return, by identity, what a run finds in place of what is not copied."""
+        kept = self.before.kept
+        found = {kept[p].id: it.again() for p, it in self._iterators.items()}
+        return found | {id(large.value): large.value for large in self.large.values()}
 
 
 # --- Roots ---

@@ -11,35 +11,28 @@ in that graph change is to stay.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import compress
-from operator import is_, is_not
+from operator import is_, is_not, not_
 from typing import Any, Self
 
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from remat._base.absent import Absent
 from remat._base.code import has_marks
-from remat._base.errors import RecomputeError
 from remat._base.types import Fn
-from remat._reach.before import Ref, differing, marks_of
-from remat._reach.exchange import (
-    CLASS_OF,
-    LOCK,
-    Exchange,
-    Written,
-    are_same,
-    written_to,
-)
+from remat._reach.before import differing, marks_of
 from remat._reach.holders import CONTAINERS, MovedError
 from remat._reach.layout import LiveValues, live_in
 from remat._reach.left import ON_INPUT, Left, LeftAt
 from remat._reach.lifted import Lifted
-from remat._reach.objects import HOOKS
-from remat._reach.parts import HolderNow, among, holding
-from remat._reach.roots import Root
+from remat._reach.objects import HOOKS, dict_of
+from remat._reach.parts import LOCK, HolderNow, KindAndHolder, among, holding
+from remat._reach.restored import CLASS_OF, Restored
+from remat._reach.roots import Numbers, Root
 from remat._reach.walk import is_hook_of_library
 from remat._reach.watched import Buffer
 from remat._torch.modes import function_mode_count, function_modes, under_function_modes
@@ -50,13 +43,12 @@ from remat._torch.process import (
 )
 
 
-class Running:
+class Running(Restored):
     """A run of a call, as a context."""
 
     __slots__ = (
-        *("_alive", "_buffers", "_first", "_lifted", "_made", "_next_hook", "_now"),
-        "_stand_ins",
-        *("_roots", "_undo", "_users", "passed", "tensors"),
+        *("_buffers", "_first", "_lifted", "_next_hook", "_roots", "_set_on"),
+        *("_unchanged", "_users"),
     )
 
     def __init__(
@@ -66,16 +58,15 @@ class Running:
         next_hook: int,
         tensors: Sequence[Any],
         users: Callable[[], Sequence[Any]],
+        are_there: bool,
     ) -> None:
+        super().__init__(tensors, are_there)
         self._roots, self._buffers, self._next_hook = roots, buffers, next_hook
-        self.tensors, self._users = tensors, users
+        self._users = users
         self._lifted: Lifted | None = None
-        self.passed: Callable[[int], Any] = _nothing
-        self._made: dict[int, Any] = {}
-        self._alive: dict[int, Any] = {}
-        self._now: list[tuple[Root, LiveValues | Exchange]] = []
-        self._undo: list[Callable[[], object]] = []
-        self._stand_ins: Sequence[Any] = ()  # that may have attributes
+        # Roots all of whose containers are there, by their numbers.
+        self._unchanged: list[tuple[int, Root, LiveValues]] = []
+        self._set_on: Sequence[Any] = ()  # what stands in and may have attributes
 
     def __enter__(self) -> Self:
         self._first = RemovableHandle.next_id
@@ -84,9 +75,10 @@ class Running:
                 self._hide_hooks()
             if self._roots:
                 self._exchange()
+                self._exchange_large()
             noted, changed = self._buffers
             for buffer in noted:
-                if not buffer.exchange(self._undo):
+                if not buffer.exchange(self.undo):
                     raise changed(buffer)
         except BaseException:
             self.__exit__()
@@ -98,19 +90,18 @@ class Running:
             self._end_run()
         finally:
             if self._lifted is not None:
-                self._lifted.end()
-            for tensor in self._stand_ins:
+                self._lifted.put_back()
+            for tensor in self._set_on:
                 vars(tensor).clear()
 
     def _end_run(self) -> None:
-        self.passed = _nothing
         if RemovableHandle.next_id > self._first:
             # Those that the run set: before the dicts of hooks are written again.
             for hooks in self._hooks_of_modules():
                 for key in [key for key in hooks if key >= self._first]:
                     del hooks[key]
-        if self._undo:
-            self._put_back()
+        if self.undo:
+            self.put_back()
 
     def end_run(self) -> bool:
         """Put back all but the tensors, until the context is left; say if some stay.
@@ -118,17 +109,20 @@ class Running:
         Hooks in the graph of the run may call functions, which are to find those of the
         run. What these change stays. What was left out of a replay nobody finds.
         """
-        exchanges = [now for _, now in self._now if isinstance(now, Exchange)]
         # Nobody but this run has what it made, and hooks in its graph may read it.
-        made = [w for held in exchanges for w in held.set_aside(self._made.values())]
+        made = self._set_aside() if self._holders else []
         self._end_run()
-        self._undo += [written.end for written in made]
-        tensors, self.tensors, self._first = self.tensors, (), _NEVER
-        self._now.clear()
-        if exchanges:
-            held = [pair for one in exchanges for pair in one.holders()]
+        self.undo += made
+        tensors, self._first = self.tensors, _NEVER
+        self.tensors = ()
+        self._found.clear()
+        self._alive.clear()
+        self._unchanged.clear()
+        self._held.clear()
+        if self._holders:
+            held = [(k, h) for k, h in self._holders.values() if h is not None]
 
-            def here(ids: Any) -> Iterator[HolderNow]:
+            def here(ids: Any) -> Iterator[KindAndHolder]:
                 return among((HolderNow(k, h, *k.held(h)) for k, h in held), ids)
 
             each = zip(self._users(), tensors, strict=True)
@@ -137,8 +131,16 @@ class Running:
             self._lifted.__enter__()
         elif self._lifted is not None:
             self._lifted = self._lifted.without(Absent)
-        stay = self._lifted is not None and bool(self._lifted.written)
-        return stay or bool(made or self._stand_ins)
+        stay = self._lifted is not None and bool(self._lifted.undo)
+        return stay or bool(made or self._set_on)
+
+    def _set_aside(self) -> list[Callable[[], object]]:
+        """Return what puts back values that the run has made, which stay."""
+        own = {id(part) for v in self._made.values() for part in (v, dict_of(v))}
+        are = [id(getattr(_written(undo), "holder", None)) in own for undo in self.undo]
+        made = [*compress(self.undo, are)]
+        self.undo = [*compress(self.undo, map(not_, are))]
+        return made
 
     def note_stand_ins(self) -> None:
         """Have the tensors of the run lose their attributes, but for the user's own."""
@@ -146,125 +148,89 @@ class Running:
         pairs = compress(
             zip(self.tensors, users, strict=False), map(is_not, self.tensors, users)
         )
-        self._stand_ins = [
+        self._set_on = [
             t
             for t, user in pairs
             if has_marks(type(t)) and (user is None or vars(t) is not vars(user))
         ]
 
-    def _put_back(self) -> None:
-        try:
-            while self._undo:
-                self._undo.pop()()
-        finally:
-            if self._undo:  # one of them raised: the others still do
-                self._put_back()
-
-    def found(self, kept: Ref) -> Any:
-        """Return a value that the call was given: itself, or what was revived."""
-        value = None if kept.ref is None else kept.ref()
-        value = self._made.get(kept.id) if value is None else value
-        if value is None:
-            raise RecomputeError(_GONE)
-        return value
-
-    def container(self, kept: Ref) -> Any:
-        """Return a container that was passed and that an owner leads to, or None."""
-        for root, now in self._now:
-            if isinstance(now, Exchange):
-                value = now.container(kept.id)
-                if value is not None:
-                    return value
-                continue
-            place = root.before.places(root.layout).get(kept.id)
-            if place is not None:
-                position, as_key = place
-                value = (now.keys if as_key else now.values)[position]
-                return value if self._lifted is None else self._lifted.of(value)
-        return None
-
     def left(self, at: Sequence[LeftAt]) -> list[Left]:
         """Return what the run left in holders, in some of their places."""
         found: list[Left] = []
+        unchanged = {number: live for number, _, live in self._unchanged}
         for one in at:
             i, key = one.where
             if i == ON_INPUT:
                 holder: Any = vars(self.tensors[key])
+            elif i is None:
+                holder = self._found.get(key)
+            elif i in unchanged:
+                holder = unchanged[i].holder(key)
             else:
-                holder = self.passed(key) if i is None else self._now[i][1].holder(key)
+                _, holder = self._holders[i, key]
             found.append(Left(one, holder))
         return found
 
     def _exchange(self) -> None:
-        lives = [root.now() for root in self._roots]
-        if not self._exchange_tensors(lives):
-            self._exchange_all(lives)
+        others: list[tuple[int, Root]] = []
+        each: list[tuple[int, Root, LiveValues, Any, Sequence[Numbers]]] = []
+        for i, root in enumerate(self._roots):
+            live = root.now()
+            found = None if live is None else root.but_for_values(live, self.tensors)
+            if live is None or found is None:
+                others.append((i, root))
+            else:
+                each.append((i, root, live, *found))
+        there = None if others else _stand_ins(each)
+        if there is None:
+            others += [one[:2] for one in each if one[3]]
+            each = [one for one in each if not one[3]]
+        self._unchanged = [one[:3] for one in each]
+        if there:
+            self._lift([pair for pair in there.values() if pair[0] is not pair[1]])
+        for _, root, live, _, holders in each:
+            if holders or root.effects is None:
+                self._give_numbers(root, live, holders)
+        if others:
+            leased = (lease() for root in self._roots for lease in root.leases)
+            self._alive.update((id(v), v) for v in leased if v is not None)
+            self.exchange([(i, root, root.among(self.tensors)) for i, root in others])
+
+    def _give_numbers(
+        self, root: Root, live: LiveValues, holders: Sequence[Numbers]
+    ) -> None:
+        """Have holders hold the numbers and words of the call."""
+        if root.effects is None:  # the run may write any of them
+            self.undo.append(_putting_back(live))
+        for kind, holder, numbers in holders:
+            keys, now = kind.held(holder)
+            then = [numbers.get(i, value) for i, value in enumerate(now)]
+            self.give(kind, holder, keys, then)
+
+    def _lift(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """Have other tensors stand in for those that are there."""
+        if pairs:
+            each = [(root.layout, live) for _, root, live in self._unchanged]
+            here = [partial(holding, layout, live) for layout, live in each]
+            self._lifted = Lifted(here, [u for u, _ in pairs], [t for _, t in pairs])
+            self._lifted.__enter__()
+
+    @override
+    def _as_it_was(self, key: int) -> Any:
+        for _, root, live in self._unchanged:
+            place = root.before.places(root.layout).get(key)
+            if place is not None:
+                position, as_key = place
+                value = (live.keys if as_key else live.values)[position]
+                return value if self._lifted is None else self._lifted.of(value)
+        return None
+
+    def _exchange_large(self) -> None:
+        """Have large containers hold what they held, if they only grew since."""
         for root in self._roots:
             for large in root.large.values():
                 if large.has_grown():
-                    self.write(large.kind, large.value, large.keys, large.values)
-
-    def _exchange_tensors(self, lives: Sequence[LiveValues | None]) -> bool:
-        """Have other tensors stand in, if nothing else differs; say if that is so."""
-        there: dict[int, tuple[Any, Any]] = {}
-        now: list[tuple[Root, Any]] = []
-        for root, live in zip(self._roots, lives, strict=True):
-            found = None if live is None else root.but_for_tensors(live, self.tensors)
-            if found is None:
-                return False
-            now.append((root, live))
-            for is_there, then in found:
-                if there.setdefault(id(is_there), (is_there, then))[1] is not then:
-                    return False  # one that is to be two
-        pairs = [pair for pair in there.values() if pair[0] is not pair[1]]
-        if pairs:
-            here = [partial(holding, root.layout, live) for root, live in now]
-            lifted = Lifted(here, [u for u, _ in pairs], [t for _, t in pairs])
-            self._lifted = lifted.__enter__()
-        self._now = now
-        return True
-
-    def _exchange_all(self, lives: Sequence[LiveValues | None]) -> None:
-        started: list[Exchange] = []
-        leased = (lease() for root in self._roots for lease in root.leases)
-        self._alive.update((id(v), v) for v in leased if v is not None)
-        for root, live in zip(self._roots, lives, strict=True):
-            if live is not None and self._exchange_numbers(root, live):
-                self._now.append((root, live))
-                continue
-            exchange = root.exchange(self.tensors, self._made, self._alive)
-            # What is gone of any root may be in another: all are made first.
-            exchange.revive_owners()
-            started.append(exchange)
-            self._now.append((root, exchange))
-        for exchange in started:
-            exchange.look()
-        for exchange in started:
-            self._undo.append(exchange.end)
-            exchange.start()
-
-    def _exchange_numbers(self, root: Root, live: LiveValues) -> bool:
-        """Exchange numbers and words, if nothing else differs; say if that is so."""
-        found = root.but_for_numbers(live, self.tensors)
-        if found is None:
-            return False
-        if root.effects is None:  # the run may write any of them
-            self._undo.append(_putting_back(live))
-        for kind, holder, keys, now, then in found:
-            for written in written_to(kind, holder, keys, now):
-                written.start()
-                self._undo.append(written.end)
-            if not are_same(now, then):
-                kind.write(holder, keys, then)
-        return True
-
-    def write(self, kind: Any, holder: Any, keys: Any, values: Any) -> None:
-        """Have a holder hold this until the run has ended."""
-        now_keys, now = kind.held(holder)
-        written = Written(kind, holder, now_keys, now, (id(holder), id(kind)))
-        written.start()
-        self._undo.append(written.end)
-        kind.write(holder, keys, values)
+                    self.give(large.kind, large.value, large.keys, large.values)
 
     def _hide_hooks(self) -> None:
         """Take off the hooks of modules that the user has set since the call."""
@@ -277,12 +243,22 @@ class Running:
             ]
             if len(kept) < len(hooks):
                 how = CONTAINERS[OrderedDict if type(hooks) is OrderedDict else dict]
-                self.write(how, hooks, kept, [hooks[key] for key in kept])
+                self.give(how, hooks, kept, [hooks[key] for key in kept])
 
     def _hooks_of_modules(self) -> list[Any]:
         dicts = [held for root in self._roots for held in root.layout.modules()]
         found = [held[n] for held in dicts for n in HOOKS if held.get(n)]
         return found + [hooks for hooks in MODULE_HOOKS.dicts if hooks]
+
+
+def _stand_ins(each: Iterable[Any]) -> dict[int, tuple[Any, Any]] | None:
+    """Return pairs by the identity of the first; None if one is to be two."""
+    there: dict[int, tuple[Any, Any]] = {}
+    for *_, pairs, _ in each:
+        for pair in pairs:
+            if there.setdefault(id(pair[0]), pair)[1] is not pair[1]:
+                return None
+    return there
 
 
 @contextmanager
@@ -338,12 +314,9 @@ def call_under(
     return under_function_modes(modes, run)
 
 
-def _nothing(_: int) -> None:
-    """Return nothing: no container was passed."""
+def _written(undo: Any) -> Any:
+    """Return what is put back by this."""
+    return getattr(undo, "__self__", None)
 
 
 _NEVER = 1 << 62  # no hook gets this number
-_GONE = (
-    "remat: what the function was called with is gone, and cannot be made again for "
-    "the recompute. Keep it alive until the backward."
-)

@@ -203,9 +203,9 @@ class Call:
         if lifted is None:
             return Result(value, own)
         own = own._replace(originals=lifted.users, known=lifted.known)
-        result = Result(value, own, [left for _, left in lifted.left])
+        result = Result(value, own, lifted.left)
         if result.is_left:
-            self.reach.left = [at for at, _ in lifted.left]
+            self.reach.left = [left.where for left in lifted.left]
         lifted.refuse_identities(
             [t for t in result.tensors if id(t) not in own.tensors]
         )

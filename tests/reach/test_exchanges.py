@@ -17,7 +17,8 @@ from support.zoo import ops_of
 from torch import nn
 
 from remat import policies, remat
-from remat._reach import exchange as _exchange
+from remat._reach import parts as _parts
+from remat._reach.holders import container_kind
 from remat.nn import apply, remove
 from remat.testing import assert_same, count_ops
 
@@ -25,9 +26,13 @@ from remat.testing import assert_same, count_ops
 @pytest.fixture
 def written(monkeypatch):
     """The holders that runs wrote so far."""
-    found, start = [], _exchange.Written.start
-    noting = lambda self: found.append(self.holder) or start(self)
-    monkeypatch.setattr(_exchange.Written, "start", noting)
+    found, note = [], _parts.Written.__init__
+
+    def noting(self, kind, holder, *rest):
+        found.append(holder)
+        note(self, kind, holder, *rest)
+
+    monkeypatch.setattr(_parts.Written, "__init__", noting)
     return found
 
 
@@ -63,7 +68,7 @@ def test_nothing_is_written_where_nothing_differs(written):
             assert_same(gradient(module, remat), expected)
     assert ops["sin"] == 6
     assert not written
-    assert not _exchange.RUNNING
+    assert not _parts.RUNNING
 
 
 def test_only_what_differs_is_written(written):
@@ -74,7 +79,7 @@ def test_only_what_differs_is_written(written):
     assert ops["sin"] == 2
     assert written == [module.table["scale"]]
     assert module.table == {"scale": [9.0]}
-    assert not _exchange.RUNNING
+    assert not _parts.RUNNING
 
 
 def test_an_effect_of_the_forward_is_put_back_where_it_was(written):
@@ -90,7 +95,7 @@ def test_an_error_in_a_recompute_puts_everything_back():
     def fn(x):
         y = (x * state["scale"]).sin()
         state["scale"] += 1
-        if _exchange.RUNNING:
+        if _parts.RUNNING:
             raise ValueError("in the recompute")
         return y.exp()
 
@@ -101,7 +106,7 @@ def test_an_error_in_a_recompute_puts_everything_back():
     with pytest.raises(ValueError, match="in the recompute"):
         y.backward()
     assert state == {"scale": 3.0}
-    assert not _exchange.RUNNING
+    assert not _parts.RUNNING
 
 
 # --- Threads ---
@@ -114,7 +119,7 @@ def test_a_recompute_that_waits_for_one_of_another_thread():
 
     def fn(x):
         z = (x * state["scale"]).cos()
-        if _exchange.RUNNING:
+        if _parts.RUNNING:
             with ThreadPoolExecutor(1) as pool:
                 found.append(pool.submit(torch.autograd.grad, other, w).result(60)[0])
         state["scale"] += 1
@@ -133,16 +138,15 @@ def test_a_recompute_that_waits_for_one_of_another_thread():
     (plain,) = torch.autograd.grad((v * 2.0).cos().exp().sum(), v)
     assert_same(got, plain)
     assert state == {"scale": 3.0}
-    assert not _exchange.RUNNING
+    assert not _parts.RUNNING
 
 
 def test_the_run_that_ends_first_hands_on_what_was_before():
     """Two runs overlap and end in the order in which they began."""
-    kind, holder = _exchange.container_kind(dict), {"a": 1}
+    kind, holder = container_kind(dict), {"a": 1}
 
     def start(value):
-        (one,) = _exchange.written_to(kind, holder, *kind.held(holder))
-        one.start()
+        (one,) = _parts.written_to(kind, holder, *kind.held(holder))
         kind.write(holder, ["a"], [value])
         return one
 
@@ -151,7 +155,7 @@ def test_the_run_that_ends_first_hands_on_what_was_before():
     assert holder == {"a": 3}
     second.end()
     assert holder == {"a": 1}
-    assert not _exchange.RUNNING
+    assert not _parts.RUNNING
 
 
 # --- Modules that are gone ---
