@@ -508,3 +508,9 @@ def test_fakes_say_where_they_are_without_an_operation():
     fake = tensors.copied_as_fake(there, mode, torch.device("cuda"))
     assert tensors.fake_device(fake) == tensors.DEVICE_OF(fake) == fake.device
     assert fake.device.type == "cuda"
+
+
+@expects("EMPTY", "EMPTY_LEAF")
+def test_empty_tensors_have_no_elements():
+    both = tensors.EMPTY, tensors.EMPTY_LEAF
+    assert [(t.numel(), t.requires_grad) for t in both] == [(0, False), (0, True)]
