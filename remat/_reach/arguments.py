@@ -176,10 +176,14 @@ class CallArguments:
         if (
             type(value) is types.FunctionType
             and not (value.__closure__ or value.__dict__ or value.__kwdefaults__)
-            and INERT.issuperset(map(type, value.__defaults__ or ()))
+            and (
+                (held := value.__defaults__) is None
+                or INERT.issuperset(map(type, held))
+            )
             and (known := known_code(value)).is_settled
         ):  # it is its code and nothing that changes, or holds a tensor
-            self.facts.writes |= known.names.writes
+            if known.names.writes:
+                self.facts.writes = True
             return value
         self.roots[id(value)] = value
         return Ref(value)

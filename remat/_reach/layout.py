@@ -104,8 +104,10 @@ class Layout:
         self.cells = [[*map(id, fn.__closure__ or ())] for fn in functions]
         self._closed = slice(first, first + len(closed))
         numbers = {key: i for i, key in enumerate(self.births)}
-        scopes = walk.scopes.values()
-        self._scopes = [(numbers[id(owner)], (*names,)) for owner, names in scopes]
+        self._scopes = [  # whose attribute is the namespace, and names in it
+            (numbers[id(owner)], _namespace_of(owner), (*names,))
+            for owner, names in walk.scopes.values()
+        ]
         self.linked = [*map(weakref.ref, walk.linked)]
         self._vacant = walk.vacant
         self.hooks_known = RemovableHandle.next_id
@@ -150,7 +152,7 @@ class Layout:
         cells: list[Any] = []
         for fn in owners[self._closed]:
             cells += fn.__closure__
-        scopes = [(_namespace_of(owners[i]), names) for i, names in self._scopes]
+        scopes = [(getattr(owners[i], at), names) for i, at, names in self._scopes]
         groups: list[Group] = [
             (ATTRIBUTES, tables),
             (CELLS, cells),
@@ -177,9 +179,9 @@ class Layout:
                 raise MovedError
 
 
-def _namespace_of(owner: Any) -> dict[str, Any]:
-    """Return the namespace of a function or of a Python module."""
-    return owner.__globals__ if type(owner) is types.FunctionType else vars(owner)
+def _namespace_of(owner: Any) -> str:
+    """Return which attribute of a function or a Python module is the namespace."""
+    return "__globals__" if type(owner) is types.FunctionType else "__dict__"
 
 
 class LiveValues:

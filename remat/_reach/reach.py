@@ -69,7 +69,6 @@ class Reach(CodeFacts):
     )
 
     def __init__(self, fn: Any, label: str, args: Any, kwargs: dict[str, Any]) -> None:
-        super().__init__()
         self.label, self._count, self._names = label, len(args), [*kwargs]
         self.next_hook = RemovableHandle.next_id
         passed = CallArguments(fn, args, kwargs, self)

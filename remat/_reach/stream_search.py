@@ -107,21 +107,15 @@ class CodeFacts:
         writes: whether code may change a tensor in place.
     """
 
-    __slots__ = (
-        *("asks", "compiled", "has_iterators", "is_lazy"),
-        *("streams", "uses_stream_states", "writes"),
-    )
-
-    def __init__(self) -> None:
-        self.compiled = self.has_iterators = self.is_lazy = False
-        self.uses_stream_states = self.writes = False
-        self.streams: list[Stream] = []
-        self.asks: frozenset[str] = frozenset()
+    # Nothing is set for most calls, and nothing costs them anything.
+    asks: frozenset[str] = frozenset()
+    compiled = has_iterators = is_lazy = uses_stream_states = writes = False
+    streams: Sequence[Stream] = ()
 
     @property
     def are_any(self) -> bool:
         """Whether there is something to note."""
-        return any(map(self.__getattribute__, CodeFacts.__slots__))
+        return any(vars(self).values())
 
     def add(self, other: "CodeFacts") -> None:
         """Add what other code does."""
@@ -132,7 +126,7 @@ class CodeFacts:
         self.uses_stream_states |= other.uses_stream_states
         self.writes |= other.writes
         known = {stream.of for stream in self.streams}
-        self.streams += [s for s in other.streams if s.of not in known]
+        self.streams = (*self.streams, *(s for s in other.streams if s.of not in known))
 
     def add_stream(self, value: Any) -> None:
         """Add a random stream."""
@@ -141,7 +135,7 @@ class CodeFacts:
         if all(value is not g for g in ambient):
             stream = stream_of(value)
             if stream is not None and all(s.of != stream.of for s in self.streams):
-                self.streams.append(stream)
+                self.streams = (*self.streams, stream)
 
     def add_function(self, fn: types.FunctionType, known: KnownCode) -> None:
         """Add what the code of a function does."""

@@ -539,10 +539,12 @@ def _fill(call: Saved, handles: Sequence[Handle]) -> None:
     fill: Fn = _fill_fully if call.planned is None else _fill_planned
     modes = call.modes or (NO_MODES if dispatch_mode_count() else None)
     fill = fill if modes is None else functools.partial(modes.call, fill)
+    if torch.is_inference_mode_enabled():
+        fill = functools.partial(outside_inference_mode, fill)
     while True:
         try:
             with torch_functions():  # those of a loss may have called the backward
-                return outside_inference_mode(below_all_levels, fill, call, handles)
+                return below_all_levels(fill, call, handles)
         except EnteredAgain:
             if not call.kept:  # else a call that was kept has to be entered after all
                 raise
@@ -679,8 +681,9 @@ def _state_restored(
     """Restore the state of the call; leave nothing on the user's own leaves."""
     ambient, leaf_changes, saved = call.ambient, call.leaf_changes, call.inputs
     state, changed, originals = ambient.restored(), saved.changed(), saved.originals
-    if call.addresses is not None:
-        for k in moved_since(call.addresses, addresses_now(originals)):
+    then = call.addresses
+    if then is not None and (now := addresses_now(originals)) != then:
+        for k in moved_since(then, now):
             name = call.reach.name_of(saved.originals_at[k])
             warn_once(MOVED.format(name=name, label=call.label))
     gradients = PreserveGradients(originals)
