@@ -4,8 +4,6 @@ Invariant: the count is where no recompute puts it back.
 Rejected: a number in a closure. A recompute would undo what it counts.
 """
 
-import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,18 +43,6 @@ TEXTS = sections_of(Path(__file__).with_name("programs") / "rows.txt")
 EVALUATIONS: "SimpleQueue[None]" = SimpleQueue()
 
 
-def program(fn=None, *, recomputes=True):
-    """Add a program, under the name of a function.
-
-    It takes `wrap` and returns what is to be compared, or takes nothing and returns a
-    step, which does that.
-    """
-    if fn is None:
-        return functools.partial(program, recomputes=recomputes)
-    add(fn, fn.__name__, recomputes=recomputes)
-    return fn
-
-
 def family(*, is_close=False, **cases):
     """Add a program for each case, which the function takes last."""
 
@@ -69,11 +55,15 @@ def family(*, is_close=False, **cases):
 
 
 def add(fn, name, *case, **attributes):
+    """Add a program: it takes `wrap`, and returns what is compared, or a step."""
+
+    def run(wrap):
+        found = fn(wrap, *case)
+        return found(wrap) if callable(found) else found
+
     theme = fn.__module__.rpartition(".")[2]
     name = f"{theme}/{name}".replace("_", " ")
     assert name not in PROGRAMS, f"two programs are named {name}"
-    is_step = "wrap" in inspect.signature(fn).parameters
-    run = (lambda wrap: fn(wrap, *case)) if is_step else lambda wrap: fn(*case)(wrap)
     PROGRAMS[name] = Program(name, run, **attributes)
 
 
@@ -124,10 +114,9 @@ def build():
         return by(fn, between=between, state=state, count=self.count)
 
 
-def texts(scope: dict[str, Any]) -> None:
-    """Add the programs of a module that are text."""
-    theme = scope["__name__"].rpartition(".")[2]
-    for name, make, reads, *more in TEXTS[theme]:
+def add_rows(theme: str, scope: dict[str, Any]) -> None:
+    """Add the programs of a theme that are rows, whose names are those of a scope."""
+    for name, make, reads, *more in TEXTS.get(theme, ()):
         options = dict(part.partition(": ")[::2] for part in more)
         later, count = "later" in options, int(options.pop("count", 3))
         options.pop("later", None)

@@ -83,7 +83,7 @@ ASKS, SUMS = dict(TABLES["asks"]), dict(TABLES["sums"])
 def asking(program, *without):
     """Add a program for each question: it is given what asks, and returns a step."""
 
-    def build(question):
+    def build(wrap, question):
         ask, seen = eval(f"lambda x, z, seen: {question}"), {}
         return program(lambda x: ask(x, x.sin(), seen))
 
