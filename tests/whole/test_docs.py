@@ -1,8 +1,8 @@
 """Every Python example in the README and the docs runs, page by page, in order.
 
 Where a page shows output after an example, the example prints it.
-What docs/limits.md says in words is tested in `test_docs_limits.py`, and what
-docs/randomness.md says in `test_docs_randomness.py`.
+What docs/limits.md and docs/randomness.md say in words is tested in
+`test_docs_limits.py`.
 """
 
 import contextlib
