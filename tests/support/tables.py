@@ -90,14 +90,17 @@ def checked(
 
 
 def sections_of(path: Path) -> dict[str, list[list[str]]]:
-    """Return the tables in a file of text: `[name]`, and below it rows of parts.
-
-    Bars divide the parts of a row. A line that is indented goes on with it.
-    """
-    found: dict[str, list[list[str]]] = {}
-    for line in path.read_text().replace("\n    ", " ").splitlines():
+    """Return the tables in a file of text: `[name]`, and below it rows of parts."""
+    found: dict[str, list[str]] = {}
+    for line in path.read_text().splitlines():
         if line.startswith("["):
             table = found.setdefault(line.strip("[]"), [])
-        elif line and not line.startswith("#"):
-            table.append(line.split(" | "))
-    return found
+        elif found:
+            table.append(line)
+    return {name: rows_of(lines) for name, lines in found.items()}
+
+
+def rows_of(lines: list[str]) -> list[list[str]]:
+    """Return rows of text as parts, which bars divide; what is indented goes on."""
+    text = "\n".join(lines).replace("\n    ", " ")
+    return [row.split(" | ") for row in text.splitlines() if row and row[0] != "#"]

@@ -39,19 +39,9 @@ class Program:
 
 
 PROGRAMS: dict[str, Program] = {}
-TEXTS = sections_of(Path(__file__).with_name("programs") / "rows.txt")
+ROWS = "rows.txt"
+TEXTS = sections_of(Path(__file__).with_name("programs") / ROWS)
 EVALUATIONS: "SimpleQueue[None]" = SimpleQueue()
-
-
-def family(*, is_close=False, **cases):
-    """Add a program for each case, which the function takes last."""
-
-    def adding(fn):
-        for name, case in cases.items():
-            add(fn, f"{fn.__name__}: {name}", case, is_close=is_close)
-        return fn
-
-    return adding
 
 
 def add(fn, name, *case, **attributes):
@@ -59,7 +49,9 @@ def add(fn, name, *case, **attributes):
 
     def run(wrap):
         found = fn(wrap, *case)
-        return found(wrap) if callable(found) else found
+        found = found(wrap) if callable(found) else found
+        assert found is not None, "the program returns nothing to compare"
+        return found
 
     theme = fn.__module__.rpartition(".")[2]
     name = f"{theme}/{name}".replace("_", " ")

@@ -2,15 +2,16 @@
 
 A theme is a file of `programs/`. In its text `## name` begins a program. What is below
 is the body of a function of `wrap`: it returns what is to be compared, or a step.
-`## name | case in TABLE` are programs for the entries of a dict, and `## name |
-recomputes=False` has attributes of `Program`. What is below `##` alone, and before the
-first, are definitions. All may name what `words.py` imports.
+`## name | case in TABLE` are programs for the entries of a dict, which may follow, each
+in a line of `##     name: case`; `## name | recomputes=False` has attributes of
+`Program`. What is below `##` alone, and before the first, are definitions, and what is
+below `## = NAME` rows: `NAME` is a dict of their parts. All may name what `words.py`
+imports. Of cases that `CLOSE` names the last bits may differ.
 
 Invariant: a line of code has the number of its line in the file.
 Rejected: functions. Half of their lines were imports, decorators and blank.
 """
 
-import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from pathlib import Path
 from types import ModuleType
 
 from support.adversarial import words
-from support.adversarial.program import PROGRAMS, Program, add, add_rows, family
+from support.adversarial.program import PROGRAMS, ROWS, Program, add, add_rows
+from support.tables import rows_of
 
 
 FOLDER = Path(__file__).with_name("programs")
@@ -27,10 +29,8 @@ WORDS = {name: value for name, value in vars(words).items() if name[:2] != "__"}
 
 def load() -> dict[str, Program]:
     """Return all programs."""
-    for path in sorted(FOLDER.glob("[a-z]*")) if not PROGRAMS else ():
-        if path.suffix == ".py":
-            importlib.import_module(f"support.adversarial.programs.{path.stem}")
-        elif path.stem not in ("rows", "asked"):
+    for path in sorted(FOLDER.glob("*.txt")) if not PROGRAMS else ():
+        if path.name != ROWS:
             _read(path)
     return PROGRAMS
 
@@ -40,9 +40,12 @@ def _read(path: Path) -> None:
     sys.modules[module.__name__], module.__file__ = module, str(path)
     scope = vars(module)
     scope.update(WORDS)
-    for head, line, body in _cells(path.read_text()):
+    for head, entries, line, body in _cells(path.read_text()):
+        if head.startswith("= "):
+            scope[head[2:]] = {name: parts for name, *parts in rows_of(body)}
+            continue
         name, _, options = head.partition(" | ")
-        case = re.match(r"(\w+) in ", options)
+        case = re.match(r"(\w+) in ?(.*)", options)
         given = f"wrap, {case[1]}" if case else "wrap"
         known = name.replace(" ", "_")
         if head:
@@ -50,21 +53,25 @@ def _read(path: Path) -> None:
         above = "\n" * (line - bool(head))
         exec(compile(above + "\n".join(body), path, "exec"), scope)
         if case:
-            family(**eval(options[case.end() :], scope))(scope[known])
+            cases = {name: eval(text, scope) for name, text in entries}
+            for key, value in (cases or eval(case[2], scope)).items():
+                is_close = key in scope.get("CLOSE", ())
+                add(scope[known], f"{name}: {key}", value, is_close=is_close)
         elif head:
             add(scope[known], name, **eval(f"dict({options})"))
     add_rows(path.stem, scope)
 
 
-def _cells(text: str) -> Iterator[tuple[str, int, list[str]]]:
-    """Yield the head of each part, how many lines are above its body, and that."""
-    head, line, body = "", 0, []
+def _cells(text: str) -> Iterator[tuple[str, list[list[str]], int, list[str]]]:
+    """Yield of each part: the head, entries, how many lines are above, the body."""
+    head, entries, line, body = "", [], 0, []
     for number, found in enumerate(text.splitlines(), 1):
         if found.startswith("##     "):
-            head, line = f"{head} {found[7:]}", number
+            entries.append(found[7:].split(": ", 1))
+            line = number
         elif found.startswith("##"):
-            yield head, line, body
-            head, line, body = found[2:].strip(), number, []
+            yield head, entries, line, body
+            head, entries, line, body = found[2:].strip(), [], number, []
         else:
             body.append(found)
-    yield head, line, body
+    yield head, entries, line, body

@@ -14,9 +14,12 @@ import decimal
 import enum
 import functools
 import gc
+import inspect
 import io
 import itertools
+import math
 import operator
+import pickle
 import queue
 import random
 import re
@@ -70,5 +73,7 @@ from torch.autograd.graph import (
 from torch.nn import functional
 from torch.nn.modules import module as of_all
 from torch.nn.utils import parametrizations, parametrize, prune, stateless
+from torch.overrides import has_torch_function
+from torch.utils import dlpack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint

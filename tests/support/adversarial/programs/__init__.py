@@ -1,1 +1,0 @@
-"""The programs, a module for each theme."""
