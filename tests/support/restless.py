@@ -15,11 +15,11 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
+from support.adversarial.holders import HOLDERS
+from support.adversarial.observed import observed
 from support.clients import (
     Client,
     assert_again,
@@ -33,9 +33,6 @@ from torch import Tensor, nn
 
 import remat
 from remat.testing import assert_same
-
-
-CALLS = {"count": 0}
 
 
 # --- Kinds of state ---
@@ -57,21 +54,21 @@ class State:
         return [*vars(self).values()]
 
 
-class Counter(State):
-    """A global number of calls."""
+class Held(State):
+    """A number in a holder of the table of programs."""
 
-    def __init__(self) -> None:
-        CALLS["count"] = 0
+    def __init__(self, name: str) -> None:
+        self.read, self.write, self.dump = HOLDERS[name]()
 
     def factor(self, module, out):
-        CALLS["count"] += 1
-        return 1 + 0.01 * CALLS["count"]
+        self.write(self.read() + 1)
+        return 1 + 0.01 * self.read()
 
     def go_on(self, modules):
-        CALLS["count"] += 5
+        self.write(self.read() + 5)
 
     def left(self, modules):
-        return CALLS
+        return repr(observed(self.dump()))
 
 
 class Attributes(State):
@@ -122,55 +119,6 @@ class Recent(State):
         self.recent.appendleft(torch.ones(()))
 
 
-class Table(State):
-    """A dict from names to what a module saw."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, float] = {"step": 0.0}
-
-    def factor(self, module, out):
-        name = type(module).__name__
-        before = self.seen.get(name, 0.0)
-        self.seen[name] = out.detach().mean().tanh().item()
-        return 1 + 0.1 * before + 0.01 * self.seen["step"]
-
-    def go_on(self, modules):
-        self.seen = {"step": self.seen["step"] + 1}
-
-
-class Step(State):
-    """The number of the step, of which a schedule is made."""
-
-    def __init__(self) -> None:
-        self.now = SimpleNamespace(step=1)
-
-    def factor(self, module, out):
-        return 1 + 0.1 * self.now.step
-
-    def go_on(self, modules):
-        self.now.step += 3
-
-    def left(self, modules):
-        return [self.now.step]
-
-
-class Array(State):
-    """A numpy array that is read and written in place."""
-
-    def __init__(self) -> None:
-        self.scales = np.ones(2)
-
-    def factor(self, module, out):
-        self.scales[0] += 0.01
-        return float(self.scales.prod())
-
-    def go_on(self, modules):
-        self.scales[1] *= 1.25
-
-    def left(self, modules):
-        return torch.from_numpy(self.scales)
-
-
 class Noise(State):
     """A generator of its own."""
 
@@ -187,14 +135,12 @@ class Noise(State):
         return self.generator.get_state()
 
 
-KINDS: dict[str, type[State]] = {
-    "a global counter": Counter,
+_HELD = "global", "list", "dict", "namespace", "NumPy array"
+KINDS: dict[str, Callable[[], State]] = {
+    **{name: partial(Held, name) for name in _HELD},
     "attributes": Attributes,
     "a log": Log,
     "a deque": Recent,
-    "a dict": Table,
-    "a step number": Step,
-    "a numpy array": Array,
     "a generator": Noise,
 }
 
