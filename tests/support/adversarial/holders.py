@@ -3,7 +3,7 @@
 A row of `holders.txt` is one. `HOLDERS` has a function for each, which makes a holder,
 and returns three functions that do this. What rows use is here.
 
-Invariant: each holder is of one kind. How it is changed, and when, is `programs/held.txt`.
+Invariant: each holder is of one kind. How it is changed, and when, is the theme `held`.
 Rejected: three functions a row. In a line of text one sees what is held where.
 """
 

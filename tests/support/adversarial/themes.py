@@ -12,11 +12,11 @@ Invariant: a line of code has the number of its line in the file.
 Rejected: functions. Half of their lines were imports, decorators and blank.
 """
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from support.adversarial import words
 from support.adversarial.program import PROGRAMS, ROWS, Program, add, add_rows
@@ -43,23 +43,33 @@ def _read(path: Path) -> None:
     for head, entries, line, body in _cells(path.read_text()):
         if head.startswith("= "):
             scope[head[2:]] = {name: parts for name, *parts in rows_of(body)}
-            continue
-        name, _, options = head.partition(" | ")
-        case = re.match(r"(\w+) in ?(.*)", options)
-        given = f"wrap, {case[1]}" if case else "wrap"
-        known = name.replace(" ", "_")
-        if head:
-            body = [f"def {known}({given}):", *(f" {text}" for text in body)]
-        above = "\n" * (line - bool(head))
-        exec(compile(above + "\n".join(body), path, "exec"), scope)
-        if case:
-            cases = {name: eval(text, scope) for name, text in entries}
-            for key, value in (cases or eval(case[2], scope)).items():
-                is_close = key in scope.get("CLOSE", ())
-                add(scope[known], f"{name}: {key}", value, is_close=is_close)
         elif head:
-            add(scope[known], name, **eval(f"dict({options})"))
+            _add(path, scope, head, entries, line, body)
+        else:
+            _run(path, scope, line, body)
     add_rows(path.stem, scope)
+
+
+def _add(path, scope, head, entries, line, body) -> None:
+    """Add a program, or one for each case."""
+    name, _, options = head.partition(" | ")
+    case, is_family, table = options.partition(" in")
+    known = name.replace(" ", "_")
+    given = f"wrap, {case}" if is_family else "wrap"
+    indented = [f"def {known}({given}):", *(f" {text}" for text in body)]
+    _run(path, scope, line - 1, indented)
+    if not is_family:
+        add(scope[known], name, **eval(f"dict({options})"))
+        return
+    cases = {key: eval(text, scope) for key, text in entries}
+    for key, value in (cases or eval(table.strip(), scope)).items():
+        is_close = key in scope.get("CLOSE", ())
+        add(scope[known], f"{name}: {key}", value, is_close=is_close)
+
+
+def _run(path: Path, scope: dict[str, Any], line: int, body: list[str]) -> None:
+    """Run code that has so many lines above it."""
+    exec(compile("\n" * line + "\n".join(body), path, "exec"), scope)
 
 
 def _cells(text: str) -> Iterator[tuple[str, list[list[str]], int, list[str]]]:
