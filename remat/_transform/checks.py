@@ -98,8 +98,10 @@ def refuse_assigned_data(
     if current_layer() is not None:
         return
     for i in compress(range(len(inputs)), needs):
-        t, leaf = inputs[i], inner[i]  # the user's own leaves are watched
-        if t is not leaf and addresses_of([t]) != addresses_of([leaf]):
+        if inputs[i] is inner[i]:  # the user's own leaves are watched
+            continue
+        there, now = addresses_of([inputs[i]]), addresses_of([inner[i]])
+        if there is not None and now is not None and there != now:
             raise changed_inside(origin, i)
 
 

@@ -10,7 +10,7 @@ from torch.func import grad, vmap
 
 from remat import MutationError, policies, remat
 from remat._transform import changes
-from remat.testing import count_ops
+from remat.testing import assert_same, count_ops
 
 
 # --- Inside the function ---------------------------------------------------------
@@ -509,3 +509,21 @@ def test_a_table_that_the_call_around_makes_again_is_no_constant_that_moved():
         return torch.autograd.grad(wrap(fn)(x).sum(), x)[0]
 
     assert torch.equal(program(remat), program(lambda fn, **_: fn))
+
+
+class Scaled(nn.Parameter):
+    """A parameter with an attribute, which nobody may ask where it is in memory."""
+
+
+def test_a_parameter_of_a_class_of_its_own_is_not_taken_for_one_that_moved():
+    w = Scaled(torch.linspace(1, 2, 4))
+    w.scale = 2.0
+    fn = lambda x: (x * w * w.scale).sin()
+    x = torch.linspace(0, 1, 4)
+    found = []
+    for wrap in (lambda fn: fn, remat):
+        with count_ops() as ops:
+            _, pull = torch.func.vjp(wrap(fn), x)
+            found.append(pull(torch.ones(4)))
+    assert_same(*found)
+    assert ops["sin"] == 2
