@@ -80,7 +80,8 @@ class _Keeper:
 
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}
-        self.places: list[Place] = []
+        self.places: list[Place] = []  # the first of each tensor
+        self.every: list[Place] = []
         self.opaque: list[int] = []
 
     def keep_all(self, values: Sequence[Any], *, as_keys: bool) -> list[Any]:
@@ -95,6 +96,7 @@ class _Keeper:
         if (kind in ATOMS and kind is not threading.Thread) or value is MISSING:
             return value
         if kind in TENSORS or issubclass(kind, Tensor):
+            self.every.append(place)
             number = self.numbers.setdefault(id(value), len(self.places))
             if number == len(self.places):
                 self.places.append(place)
@@ -168,7 +170,6 @@ class Before:
         self._marks = live.marks
         self._places: dict[int, Place] | None = None
         self._held: Sequence[tuple[Span, Place | None]] | None = None
-        self._at: Sequence[int] | None = None  # where tensors were
         self._sizes = [(kind, len(holders)) for kind, holders in live.groups]
         keeper, keys = _Keeper(), live.keys
         self.kept = keeper.keep_all(live.values, as_keys=False)
@@ -176,6 +177,8 @@ class Before:
             keys = keeper.keep_all(keys, as_keys=True)
         self.keys = keys
         self.opaque = keeper.opaque
+        # Where tensors are, among the values and then the keys.
+        self._at = [p + as_key * len(self.kept) for p, as_key in keeper.every]
         # Those among the values come first.
         self._in_values = taking([p for p, as_key in keeper.places if not as_key])
         in_keys = [p for p, as_key in keeper.places if as_key]
@@ -208,8 +211,6 @@ class Before:
             return None  # an owner is of another class
         if not all(type(kept[p]) is At and _is_tensor(type(there[p])) for p in places):
             return None
-        if self._at is None:
-            self._at = [p for p, one in enumerate(kept) if type(one) is At]
         return [(there[p], kept[p].number) for p in self._at]
 
     def with_tensors_of(self, now: LiveValues) -> "Before | None":
@@ -288,6 +289,14 @@ class Before:
         return {(span.group, span.number) for span, _ in pairs}
 
     # --- One by one ---
+
+    def around(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the keys and the values, with tensors in place of their numbers."""
+        count, keys, kept = len(self.kept), self.keys.copy(), self.kept.copy()
+        for p in self._at:
+            held, i = (kept, p) if p < count else (keys, p - count)
+            held[i] = tensors[held[i].number]
+        return keys, kept
 
     def code_of(self, i: int) -> Any:
         """Return the code of a function, by its index."""

@@ -69,6 +69,8 @@ class Exchange:
         tensors = self.tensors
         if type(kept) is range:
             return [*tensors[kept.start : kept.stop]]
+        if _KEPT.isdisjoint(map(type, kept)):
+            return [*kept]  # as names are
         values: list[Any] = []
         for k in kept:
             kind = type(k)
@@ -91,8 +93,8 @@ class Exchange:
         key = kept.id
         value = self._found.get(key)
         if value is None and type(kept) is Ref and key not in self._made:
-            held = self._held_by(kept)
-            if not (held and held[0].kind.frozen):
+            held = self._held.get(key)
+            if held is None or not held[0].kind.frozen:
                 value = self._there(kept)
         if value is None:
             todo: set[int] = set()  # still to be made or filled
@@ -303,6 +305,7 @@ def _reset(variable: Any, token: Any) -> None:
 
 
 _REFS = {Ref, Box}
+_KEPT = frozenset({At, Ref, Box, Iterated})  # what is kept in place of a value
 
 
 class ForNames(Exchange):

@@ -16,7 +16,7 @@ from typing import Any
 
 from remat._base.code import VIEWED, class_without_us
 from remat._base.errors import RecomputeError
-from remat._reach.before import At, Ref
+from remat._reach.before import Ref
 from remat._reach.exchange import Exchange
 from remat._reach.holders import (
     ATTRIBUTES,
@@ -88,10 +88,7 @@ class Restored(Exchange):
         found.update(root.instead())
         yield from self._classes(root, owners)
         groups = [held for _, held in layout.holders(owners)]
-        then = [
-            [tensors[k.number] if type(k) is At else k for k in held]
-            for held in (before.keys, before.kept)
-        ]
+        then = before.around(tensors)
         for span, place in before.holders(layout):
             index, kind, kept = span[1:3], span.kind, None
             part = HolderParts(kind, *span.of(*then))
