@@ -44,6 +44,15 @@ def test_an_iterator_that_a_recompute_reads_is_named(make, ours):
         results[0].backward()
 
 
+@configurations
+def test_an_iterator_that_a_recompute_reads_by_its_method_is_named(ours):
+    read, results = iter([2.0, 3.0]).__next__, []
+    fn, x = ours(lambda x: curve(x, read())), leaf()
+    assert ops_of(lambda: results.append(fn(x).sum()))["sin"] == 1
+    with pytest.raises(RecomputeError, match=r"reads the list_iterator `read\[1\]`"):
+        results[0].backward()
+
+
 PASSED = {
     "alone": (lambda held: held, lambda found: found, "numbers"),
     "in a list": (lambda held: [0, held], lambda found: found[1], r"numbers\[1\]"),
