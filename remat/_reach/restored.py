@@ -109,7 +109,8 @@ class Restored(Exchange):
             now = None
             if holder is not None:
                 now = self._note_alive(kind, holder)
-                if not (kept is None or kind.frozen or key in self._made):
+                is_known = kept is None or kind.frozen or key in self._made
+                if not (is_known or kind.adds):  # of a tuple with attributes, say
                     found[key] = holder
             yield (number, index), part, kept, holder, now
 

@@ -165,7 +165,7 @@ class Running(Restored):
             elif i is None:
                 holder = self._found.get(key)
             elif i in unchanged:
-                holder = unchanged[i].holder(key)
+                holder = self._standing_for(unchanged[i].holder(key))
             else:
                 _, holder = self._holders[i, key]
             found.append(Left(one, holder))
@@ -202,7 +202,8 @@ class Running(Restored):
         """Have holders hold the numbers and words of the call."""
         if root.effects is None:  # the run may write any of them
             self.undo.append(_putting_back(live))
-        for kind, holder, numbers in holders:
+        for kind, given, numbers in holders:
+            holder = self._standing_for(given)  # a tuple with attributes, say
             keys, now = kind.held(holder)
             then = [numbers.get(i, value) for i, value in enumerate(now)]
             self.give(kind, holder, keys, then)
@@ -222,8 +223,11 @@ class Running(Restored):
             if place is not None:
                 position, as_key = place
                 value = (live.keys if as_key else live.values)[position]
-                return value if self._lifted is None else self._lifted.of(value)
+                return self._standing_for(value)
         return None
+
+    def _standing_for(self, value: Any) -> Any:
+        return value if self._lifted is None else self._lifted.of(value)
 
     def _exchange_large(self) -> None:
         """Have large containers hold what they held, if they only grew since."""

@@ -8,6 +8,7 @@ import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -354,3 +355,40 @@ def test_what_a_recompute_puts_into_a_passed_container_does_not_stay(make, writt
     assert dict_in(passed) == {"scale": 2.0}
     assert len(written) == 1
     assert_same(x.grad, torch.autograd.grad(run(x, make()).sum(), x)[0])
+
+
+# --- A value that never changes, and has attributes ---
+
+
+class Pair(tuple):
+    """A tuple with a dict."""
+
+
+def of_a_pair(wrap, *, leads_back):
+    """Return a result and its pull; what a function reads is there, and changed."""
+    kept = []
+
+    def outer(x, w):
+        holder = SimpleNamespace(w=w)
+        pair = Pair((w, holder))
+        pair.k = 3.0
+        if leads_back:
+            holder.pair = pair
+
+        def fn(x):
+            pair_of = pair[1].pair if leads_back else pair
+            return (x * pair_of[0]).sin() * pair.k
+
+        kept.extend([pair, fn])
+        y = wrap(fn)(x)
+        pair.k = 5.0
+        return y
+
+    y, pull = torch.func.vjp(outer, torch.ones(3), torch.arange(3.0))
+    return y, *pull(torch.ones(3))
+
+
+@pytest.mark.parametrize("leads_back", [False, True])
+def test_a_tuple_with_attributes_is_made_again_around_other_tensors(leads_back):
+    expected = of_a_pair(lambda fn: fn, leads_back=leads_back)
+    assert_same(of_a_pair(remat, leads_back=leads_back), expected)
