@@ -137,6 +137,7 @@ class Running(Restored):
     def _set_aside(self) -> list[Callable[[], object]]:
         """Return what puts back values that the run has made, which stay."""
         own = {id(part) for v in self._made.values() for part in (v, dict_of(v))}
+        own.discard(id(None))  # no dict, and what is put back without a holder
         are = [id(getattr(_written(undo), "holder", None)) in own for undo in self.undo]
         made = [*compress(self.undo, are)]
         self.undo = [*compress(self.undo, map(not_, are))]

@@ -7,7 +7,7 @@ recompute begins in the middle of a chain, where both find what the forward left
 import itertools
 import random as python_random
 from collections import deque
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from support.loops import Plain
 from support.tables import rows
 from support.zoo import V
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.func import grad, hessian, jvp, vmap
 from torch.nn import functional
 from torch.testing import assert_close
@@ -427,3 +428,30 @@ def test_states_of_streams_are_stored_only_if_something_was_drawn(monkeypatch):
         chain.fori_loop(0, 12, body, x, checkpoints="all").sum().backward()
         assert len(seen) == 12
         assert {plain for step, plain in seen if step} == {is_plain}
+
+
+class Noting(nn.Module):
+    """A module whose hooks on gradients note that they ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, h):
+        both = h.sin(), h.cos()
+        register_multi_grad_hook(both, lambda grads: self.seen.append(len(grads)))
+        return both[0] * both[1]
+
+
+def test_what_hooks_in_the_graph_of_a_step_change_stays():
+    module, counter = Noting(), SimpleNamespace(n=1.0)
+
+    def counting(h):
+        counter.n += 1
+        return module(h) * counter.n
+
+    def run(x):  # the step is gone by the backward
+        return chain.scan(lambda h, _: (counting(h), None), x, length=2)[0]
+
+    run(X.clone().requires_grad_().sin()).sum().backward()
+    assert module.seen == [2, 2]
