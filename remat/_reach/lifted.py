@@ -220,6 +220,7 @@ class LiftedForward(Lifted):
     @override
     def __exit__(self, *error: object) -> None:
         super().__exit__()
+        self._take_attributes_back()
         for held in self._boxes:
             keys, now = held.kind.held(held.holder)
             if not (are_same(keys, held.keys) and are_same(now, held.values)):
@@ -233,6 +234,17 @@ class LiftedForward(Lifted):
                     self._map_back((i, (group, number)), kind, holders[number])
         if error[0] is not None:
             self.left.clear()
+
+    def _take_attributes_back(self) -> None:
+        """Have values that were made again leave the user's what was set on them."""
+        for key, (box, value) in self._remade.items():
+            for part in box.held:
+                if part.kind.frozen:
+                    continue
+                given = self.values(part.keys), self.values(part.items)
+                now = part.kind.held(self._found[key])
+                if not all(map(are_same, given, now)):
+                    part.kind.write(value, *([*map(self.own, held)] for held in now))
 
     def lease_all(self) -> None:
         """Refer to what the function reached, for hooks that it set."""

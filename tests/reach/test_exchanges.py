@@ -392,3 +392,31 @@ def of_a_pair(wrap, *, leads_back):
 def test_a_tuple_with_attributes_is_made_again_around_other_tensors(leads_back):
     expected = of_a_pair(lambda fn: fn, leads_back=leads_back)
     assert_same(of_a_pair(remat, leads_back=leads_back), expected)
+
+
+@pytest.mark.parametrize("derivative", [torch.func.jacrev, torch.func.hessian])
+def test_what_the_function_sets_on_a_tuple_of_a_lifted_tensor_stays(derivative):
+    def outcome(wrap):
+        notes = []
+
+        def outer(w):
+            pair = Pair((w, 1.0))
+            pair.scale = 3.0
+
+            def inner(x):
+                y = (x * pair[0]).sin() * pair.scale
+                pair.scale, pair.seen = 4.0, y.cos()
+                return y
+
+            y = wrap(inner)(w) * pair.scale + pair.seen
+            notes.append(pair.scale)
+            return y.sum()
+
+        w = torch.linspace(1, 2, 4, dtype=torch.double)
+        with count_ops() as ops:
+            return derivative(outer)(w), notes, ops["sin"]
+
+    (expected, then, once), (found, now, again) = outcome(lambda fn: fn), outcome(remat)
+    torch.testing.assert_close(found, expected)
+    assert then == now
+    assert again > once
