@@ -290,7 +290,7 @@ class Before:
 
     # --- One by one ---
 
-    def around(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def with_tensors(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return the keys and the values, with tensors in place of their numbers."""
         count, keys, kept = len(self.kept), self.keys.copy(), self.kept.copy()
         for p in self._at:

@@ -88,7 +88,7 @@ class Restored(Exchange):
         found.update(root.instead())
         yield from self._classes(root, owners)
         groups = [held for _, held in layout.holders(owners)]
-        then = before.around(tensors)
+        then = before.with_tensors(tensors)
         for span, place in before.holders(layout):
             index, kind, kept = span[1:3], span.kind, None
             part = HolderParts(kind, *span.of(*then))

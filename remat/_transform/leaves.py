@@ -117,7 +117,7 @@ def addresses_now(tensors: Sequence[Tensor]) -> list[int] | None:
         return None
 
 
-def moved_since(then: Sequence[int] | None, now: Sequence[int] | None) -> list[int]:
+def in_other_memory(then: Sequence[int] | None, now: Sequence[int] | None) -> list[int]:
     """Return which tensors were given other memory; none where that is not known.
 
     FSDP and DeepSpeed gather parameters for each forward and each backward, into other

@@ -99,7 +99,7 @@ from remat._transform.leaves import (
     PreserveGradients,
     WatchedLeaves,
     addresses_now,
-    moved_since,
+    in_other_memory,
     preserved_marks,
     preserved_memory,
 )
@@ -681,9 +681,8 @@ def _state_restored(
     """Restore the state of the call; leave nothing on the user's own leaves."""
     ambient, leaf_changes, saved = call.ambient, call.leaf_changes, call.inputs
     state, changed, originals = ambient.restored(), saved.changed(), saved.originals
-    then = call.addresses
-    if then is not None and (now := addresses_now(originals)) != then:
-        for k in moved_since(then, now):
+    if call.addresses is not None:
+        for k in in_other_memory(call.addresses, addresses_now(originals)):
             name = call.reach.name_of(saved.originals_at[k])
             warn_once(MOVED.format(name=name, label=call.label))
     gradients = PreserveGradients(originals)

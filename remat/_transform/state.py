@@ -52,8 +52,8 @@ from remat._transform.leaves import (
     has_same_bytes,
     holding,
     in_class,
+    in_other_memory,
     memories_of,
-    moved_since,
     preserved_marks,
     with_bytes,
 )
@@ -152,7 +152,7 @@ class CallState(NamedTuple):
         if not then or current_layer() is not None:
             return
         now = addresses_of([inputs[i] for i in where])
-        for i in map(where.__getitem__, moved_since(then, now)):
+        for i in map(where.__getitem__, in_other_memory(then, now)):
             if not inputs[i].requires_grad:
                 refuse_needed(reach, [i], [i])
             name, label = reach.name_of(i), reach.label
