@@ -134,16 +134,21 @@ def test_a_trainer_chooses_the_layers(tmp_path):
     assert [*remat.nn.applied(ours)] == ["bert.encoder.layer.0"]
 
 
-def test_a_trainer_that_would_offload_is_refused(tmp_path):
+def test_a_trainer_that_would_offload_is_told_where_no_input_moves(tmp_path):
     ours = changed(CLIENTS["bert"], remat.nn.enable)
     arguments = {"activation_checkpointing_kwargs": {"offload": True}}
-    with pytest.raises(ValueError, match=r"does more than recompute"):
+    with pytest.warns(UserWarning, match=r"moves no input .* they are in host memory"):
         by_trainer(ours, tmp_path, activation_checkpointing=True, **arguments)
+    found = remat.nn.applied(ours).values()
+    assert {each.by for each in found} == {"remat.nn.enable"}
 
 
 def test_a_trainer_beside_apply_is_refused(tmp_path):
     ours = changed(CLIENTS["bert"], remat.nn.apply)
-    with pytest.raises(ValueError, match=r"pass activation_checkpointing=False to"):
+    with pytest.raises(
+        ValueError,
+        match=r"switch that off, in the model or in the arguments of its trainer",
+    ):
         by_trainer(ours, tmp_path, activation_checkpointing=True)
 
 
